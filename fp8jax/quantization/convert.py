@@ -1,5 +1,7 @@
 """From MXFP4 to FP8 blocks without a rounding."""
 
+import math
+
 import numpy as np
 
 from fp8jax.errors import UserError
@@ -47,14 +49,13 @@ def mxfp4_to_block_fp8(matrix: ScaledMatrix, name: str = "the matrix") -> Scaled
   for row, column in np.ndindex(tiles):
     part = tuple(slice(i * _BLOCK, (i + 1) * _BLOCK) for i in (row, column))
     one = values[part]
-    largest = np.abs(one).max()
-    shift = 0 if largest == 0 else max(int(np.frexp(largest)[1]) - 1 - 8, -126)
+    largest = float(np.abs(one).max())
+    shift = 0 if largest == 0 else max(math.frexp(largest)[1] - 1 - 8, -126)
     made = np.ldexp(one, -shift)
     codes[part] = made.astype(E4M3.dtype)
     if (lost := codes[part].astype(np.float64) != made).any():
-      of = np.nonzero(one)
-      first = one[lost][0]
-      span = np.ptp(np.broadcast_to(grid[part], one.shape)[of])
+      first, used = one[lost][0], grid[part][one != 0]
+      span = used.max() - used.min()
       raise UserError(
         f"{name}: the tile of rows from {row * _BLOCK} and columns from {column * _BLOCK} spans "
         f"{span} octaves of block exponents, and {first:.6g} is no E4M3 number times its scale "

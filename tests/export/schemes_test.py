@@ -1,7 +1,6 @@
 """Containers of quantized matrices: against compressed-tensors' own tensors, folders, refusals."""
 
 import dataclasses
-import itertools
 import json
 import pathlib
 
@@ -9,13 +8,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from fp8jax import params
-from fp8jax.errors import UserError
 from fp8jax.export import fp8 as fp8_export
 from fp8jax.export import served, write
-from fp8jax.formats import E2M1, E4M3, INT4, INT8
+from fp8jax.formats import E4M3
 from fp8jax.generation import weights as generation_weights
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
@@ -25,7 +22,7 @@ from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.schemes import COMPRESSED, MODELOPT, Scheme
 from fp8jax.ops import site_tree
 from fp8jax.recipe import rules
-from fp8jax.recipe.quant import Quant, Scale, Static
+from fp8jax.recipe.quant import Quant, Scale
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "containers"
 THEIRS = json.loads(GOLDEN.with_suffix(".json").read_text())["configs"]

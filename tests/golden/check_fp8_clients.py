@@ -106,6 +106,7 @@ def _write_one(target, weights, cfg, form, how, tokens):
     kept = generation_weights.multiplied_as_codes(recipes)
     codes, _ = hf_weights.load_params(str(target), cfg, codes_of=kept)
     logits["recipe"] = _logits(codes, sites, tokens, cfg)
+    logits["nudged_back"] = _logits(divergence.nudged(back), plain, tokens, cfg)
     logits["nudged"] = _logits(divergence.nudged(codes), sites, tokens, cfg)
   np.savez(target / "ours.npz", tokens=tokens, **logits)
   np.savez(target / "matrices.npz", **matrices)
@@ -203,7 +204,7 @@ def _compare_one(target):
 
 
 def _converted(target):
-  """A folder of ModelOpt's as compressed-tensors' own converter makes it: transformers reads none."""
+  """ModelOpt's as compressed-tensors' own converter makes it: transformers reads none."""
   from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import (
     ModelOptNvfp4Converter,
   )

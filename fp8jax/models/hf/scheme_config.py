@@ -18,7 +18,6 @@ from fp8jax.errors import UserError
 from fp8jax.formats import E2M1, E4M3, INT4, INT8
 from fp8jax.models.hf import schemes
 from fp8jax.models.hf.schemes import (
-  BLOCK,
   COMPRESSED,
   FINE_GRAINED,
   HEAD,
@@ -246,7 +245,7 @@ def _quant(args: Any, where: str) -> Quant:
   if not isinstance(args, Mapping):
     raise UserError(f"{where}={args!r}, expected QuantizationArgs of compressed-tensors")
   _expect(args, {"symmetric": (True, None)}, where)
-  kind = args.get("type"), args.get("num_bits")
+  kind = str(args.get("type")), int(args.get("num_bits") or 0)
   if kind not in _FORMATS:
     known = ", ".join(f"{t} of {n} bits" for t, n in _FORMATS)
     raise UserError(f"{where}: {kind[0]} of {kind[1]} bits is not supported, expected {known}")
