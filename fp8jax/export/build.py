@@ -227,9 +227,9 @@ def build(
     if fp8 and jax.process_index() == 0:
       provenance.write_json(part, matrices.FILE, {"strategy": fp8.labels, "rows": rows})
     _wait("the export's files")
-    gate.read_back(part, read)
+    gate.read_back(part, read, fp8)
     if spec.of(Export).client_python:
-      gate.client(part, versions)
+      gate.client(part, versions, read, fp8)
     if rows and jax.process_index() == 0:
       cells = [list(cells) for cells in matrices.worst(rows)]
       shown = console_lib.table(_WORST, [*matrices.COLUMNS], cells)

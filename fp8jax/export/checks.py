@@ -10,13 +10,14 @@ from fp8jax.errors import ConfigErrors
 from fp8jax.export import fp8 as fp8_export
 from fp8jax.export.settings import Export
 from fp8jax.models import transformer
-from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import names, schemes
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.phases.policy import SwitchRecipe
+from fp8jax.recipe import library
 from fp8jax.recipe.gemm import PASSES
+from fp8jax.recipe.served import SERVED
 from fp8jax.step.train_spec import TrainSpec
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -107,7 +108,7 @@ def scheme(e: Export) -> schemes.Scheme | None:
     return schemes.Scheme(method, schemes.NVFP4, schemes.NVFP4)
   strategy = "channel" if e.strategy == "auto" else e.strategy
   strategy = "block" if method == schemes.FINE_GRAINED else strategy
-  return method and schemes.fp8(method, strategy, static_inputs=bool(e.input_scales))
+  return schemes.fp8(method, strategy, static_inputs=bool(e.input_scales)) if method else None
 
 
 def choose(
@@ -132,11 +133,13 @@ def choose(
   default = scheme(e)
   if default is None:
     return None
-  sites = spec.sites(EVAL_PRECISIONS[1] if spec.weights.hf else None, phase=phase)
+  recipes = site_tree.recipes_of(spec.sites(phase=phase))
+  if spec.weights.hf:
+    recipes = {n: r if r.name in SERVED else library.BF16 for n, r in recipes.items()}
   hf_config.check_exportable(spec.model)
   follows = default.method != schemes.FINE_GRAINED and e.strategy == "auto"
   return fp8_export.choose(
-    names.entries(spec.model), spec.model.dims, site_tree.recipes_of(sites), default,
+    names.entries(spec.model), spec.model.dims, recipes, default,
     follows=follows, scale_fmt=e.scale_fmt, requantize=e.requantize, changed=_changed(spec),
     merged=merged, stored=stored,
   )  # fmt: skip

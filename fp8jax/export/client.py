@@ -18,6 +18,7 @@ _PACKAGES = {
   "hf-fp8-block": ("torch", "transformers", "accelerate"),
   "peft": ("torch", "transformers", "peft"),
   "compressed-tensors": ("torch", "transformers", "compressed-tensors"),
+  "modelopt": ("torch", "transformers", "compressed-tensors"),
 }
 _PROBE = """
 import importlib, importlib.metadata, json, sys
@@ -26,22 +27,51 @@ for name in sys.argv[1:]:
 print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:]}))
 """
 _LOGITS = """
-import json, os, sys
+import json, os, sys, tempfile
 os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy, torch, transformers
 folder, tokens, target = sys.argv[1:]
-path, method = os.path.join(folder, "config.json"), None
+path, stated = os.path.join(folder, "config.json"), {}
 if os.path.exists(path):  # adapters have none
   with open(path) as f:
-    method = (json.load(f).get("quantization_config") or {}).get("quant_method")
-# Fine-grained FP8 loads in 16 bits alone; compressed-tensors cannot be cast once it is loaded.
-how = {} if method == "fp8" else {"dtype": torch.float32}
+    config = json.load(f)
+  stated = config.get("quantization_config") or {}
+method, scratch = stated.get("quant_method"), tempfile.TemporaryDirectory()
+if method == "modelopt":  # transformers reads none: as compressed-tensors converts it
+  from compressed_tensors.entrypoints.convert.converters import modelopt_nvfp4
+  import glob, safetensors.torch
+  made = modelopt_nvfp4.ModelOptNvfp4Converter(ignore=["lm_head"], targets=["re:.*_proj$"])
+  for file in glob.glob(os.path.join(folder, "*.safetensors*")):
+    place = os.path.join(scratch.name, os.path.basename(file))
+    if not file.endswith("rs"):
+      continue
+    tensors = made.process(safetensors.torch.load_file(file))
+    tensors = {k: x.reshape(1) if x.ndim == 0 else x for k, x in tensors.items()}
+    safetensors.torch.save_file(tensors, place, {"format": "pt"})
+  ours = json.loads(made.update_config(None).model_dump_json()) | {"ignore": stated["ignore"]}
+  if stated["quant_algo"] != "NVFP4":
+    ours["config_groups"]["config_group_0"]["input_activations"] = None
+  with open(os.path.join(scratch.name, "config.json"), "w") as f:
+    json.dump(config | {"quantization_config": ours}, f)
+  folder, stated = scratch.name, ours
+# What is dequantized to bfloat16 is cast afterwards; the rest cannot be once it is loaded.
+narrow = method == "fp8" or "mxfp" in str(stated) or "nvfp4" in str(stated)
+how = {"dtype": torch.bfloat16 if narrow else torch.float32}
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
-model = model.float() if method == "fp8" else model
-rows = numpy.load(tokens)
+rows, made = numpy.load(tokens), []
 with torch.no_grad():
-  logits = [model(torch.from_numpy(row[None]).long()).logits[0].float().numpy() for row in rows]
-numpy.save(target, numpy.stack(logits))
+  if narrow:
+    model(torch.zeros(1, 1).long())
+    torch.nn.Module.float(model)
+  for enabled in (True, False):
+    for module in model.modules():
+      if getattr(module, "quantization_scheme", None) is not None:
+        module.quantization_enabled = enabled
+    made.append(numpy.stack(
+      [model(torch.from_numpy(row[None]).long()).logits[0].float().numpy() for row in rows]))
+numpy.save(target, numpy.stack(made))
+schemes = [getattr(m, "quantization_scheme", None) for m in model.modules()]
+print(json.dumps({"quantized": sum(getattr(s, "weights", None) is not None for s in schemes)}))
 """
 
 
@@ -70,13 +100,18 @@ def probe(e: Export) -> dict[str, str]:
   return versions
 
 
-def logits(e: Export, folder: str, tokens_BL: np.ndarray, vocab_size: int) -> np.ndarray:
-  """Logits [B, L, V] of the model in a folder, float32.
+def logits(
+  e: Export, folder: str, tokens_BL: np.ndarray, vocab_size: int, quantized: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """(as the client computes, with activations unquantized): logits [B, L, V], float32.
+
+  Args:
+    quantized: how many matrices of compressed-tensors' must have a scheme there.
 
   Raises:
-    UserError: the client cannot read the folder; tells its error.
+    UserError: the client cannot read the folder, or left a matrix unquantized; tells its error.
   """
-  shape, made = (*tokens_BL.shape, vocab_size), None
+  shape, made = (2, *tokens_BL.shape, vocab_size), None
   with tempfile.TemporaryDirectory() as scratch:
     files = [os.path.join(scratch, name) for name in ("tokens.npy", "logits.npy")]
     np.save(files[0], tokens_BL)
@@ -90,7 +125,14 @@ def logits(e: Export, folder: str, tokens_BL: np.ndarray, vocab_size: int) -> np
       f"export refused, nothing was written: the client {e.client_python!r} cannot read the "
       f"folder: {why}{fix}"
     )
-  return made
+  found = re.findall(r'{"quantized": (\d+)}', printed)
+  if quantized and found and int(found[-1]) != quantized:
+    raise UserError(
+      f"export refused, nothing was written: the client {e.client_python!r} has {found[-1]} "
+      f"quantized matrices, and the folder {quantized}: it fell back to unquantized weights; "
+      "please report it with its version"
+    )
+  return made[0], made[1]
 
 
 def _needs(e: Export) -> str:

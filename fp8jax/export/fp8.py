@@ -148,13 +148,18 @@ def choose(
   own = {e.name: recipes[site_of(e)].fwd.rhs for e in linears}
   own |= {name: one and one.quant for name, one in stored.items()}
   scheme = _with_scales(scheme, scale_fmt, own, stored)
-  unquantized, matrices, refused = {}, {}, {}
+  unquantized, matrices, refused, asked = {}, {}, {}, {}
   for e in linears:
     quant, codes = own[e.name], stored.get(e.name)
     whose = "the folder" if e.name in stored else f"recipe {recipes[site_of(e)].name!r}"
-    mine, why = scheme, ""
+    mine, why, recipe = scheme, "", recipes[site_of(e)]
+    if codes and codes.scheme and recipe.fwd.rhs and not codes.scheme.holds(recipe.fwd.rhs):
+      # A folder has other codes than the recipe that was asked for.
+      codes = None if requantize else codes
+      quant = recipe.fwd.rhs if requantize else quant
+      asked[e.name] = recipe
     if follows and quant is not None:
-      mine, why = _followed(scheme, quant, codes, recipes[site_of(e)])
+      mine, why = _followed(scheme, quant, codes, recipe)
     inputs = codes.input_scale if codes and mine.static_inputs else None
     kept = quant and not why and mine.holds(quant) and e.path not in {*changed, *merged}
     if any(own.values()) and quant is None:
@@ -168,6 +173,13 @@ def choose(
       matrices[e.name] = Matrix(mine, False, input_scale=inputs)
       if quant is not None and not requantize and e.path not in merged:
         refused[whose, e.path if e.path in changed else "", why] = quant
+  if asked and not requantize:
+    name, recipe = next(iter(asked.items()))
+    raise UserError(
+      f"export.format: the folder is quantized already, {name} as {own[name]}, and recipe "
+      f"{recipe.name!r} asks for {recipe.fwd.rhs}: start from the unquantized model, or set "
+      "export.requantize=True to quantize the rounded weights again"
+    )
   for name in _partners(unquantized, matrices):
     unquantized[name] = "a server multiplies it together with one that is not quantized"
     del matrices[name]
@@ -182,7 +194,7 @@ def choose(
 
 
 def _followed(scheme: Scheme, quant: Quant, codes: Stored | None, recipe: Recipe):
-  """(the scheme of codes that are there, or else of a recipe, "") or (scheme, why there is none)."""
+  """(the scheme of codes that are there, or else of a recipe, "") or (scheme, why it has none)."""
   of, x = codes and codes.scheme, recipe.fwd.lhs
   if of is not None:
     quant, x = of.weight, of.inputs
@@ -288,7 +300,7 @@ def _shared(name: str, matrix: Matrix, matrices: Mapping[str, Matrix]) -> Matrix
     factors = {one.tensor_scale for n in group if (one := matrices[n].stored)}
     if len(factors) > 1 or any(matrices[n].stored is None for n in group):
       raise UserError(
-        f"export.format: the scales of {', '.join(group)} are under different scales of the tensor, "
+        f"export.format: {', '.join(group)} have scales under different scales of their tensors, "
         "and servers read them under one; set export.requantize=True"
       )
     return matrix
@@ -409,8 +421,8 @@ def codes(w, matrix: Matrix, amax: float | None) -> Codes:
     return Codes(data, np.asarray(scale, np.float32), matrix.stored.tensor_scale)
   w = np.asarray(w, np.float32)
   if quant.scale is Scale.E4M3_OVER_F32:
-    amax = np.float32(np.max(np.abs(w), initial=0.0) if amax is None else amax)
-    return Codes(*jax.device_get(_quantize(w, None, amax, quant)))
+    of_tensor = np.float32(np.max(np.abs(w), initial=0.0) if amax is None else amax)
+    return Codes(*jax.device_get(_quantize(w, None, of_tensor, quant)))
   given = None if quant.source == CURRENT else np.float32(amax)
   return Codes(*jax.device_get(_quantize(w, given, None, quant)))
 

@@ -1,30 +1,47 @@
-"""The gate of an export: the written folder computes what its source computes.
+"""The gate of an export asks two questions of the folder that is written.
 
-The logits of the source, of the folder as fp8jax reads it and of the folder in transformers are
-compared on the same tokens: the mean over tokens of KL(source || folder), in nats, and the share of
-tokens whose most likely successor is the same. fp8jax multiplies in the compute dtype, so that its
-difference is that of the weights; transformers also quantizes activations where it can on a CPU.
+Fidelity: does a client compute what we say that the folder computes? The logits of transformers on
+a CPU, in float32 and with activations unquantized, stand beside those of our own forward pass of
+the folder's weights. Their KL is at most FIDELITY times the noise floor of these weights
+(evaluation/divergence.py), or times _LEAST. As the client computes, with the activations that
+it quantizes, the KL from our pass in the folder's precision is at most FIDELITY times the floor of
+that precision, or what the rounding of activations costs: readers round in an order of their own,
+and one activation that is rounded the other way moves all that follow. INT8 is such a case,
+where the package divides by 127.5 and servers by 127.
 
-Beside them stands the noise floor of the source (evaluation/divergence.py).
+Cost: how far is the folder from its source? The mean over tokens of KL(source || folder), in nats,
+with the bootstrap interval over windows, and the share of tokens whose most likely successor is the
+same; of the weights alone ("fp8jax") and with quantized activations ("served"). It is refused above
+export.max_kl alone.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fp8jax import params as params_lib
+from fp8jax import statistics
 from fp8jax.errors import UserError
 from fp8jax.evaluation import divergence
 from fp8jax.evaluation.divergence import Batch
 from fp8jax.export import client as client_lib
+from fp8jax.export import fp8 as fp8_lib
+from fp8jax.export import served_pass
 from fp8jax.export.settings import Export
 from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import schemes
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step.train_spec import TrainSpec
 
+FIDELITY = 3.0
+# Of nats per token: float32 sums in another order differ by so much in deep models, see
+# tests/golden/fp8_clients.json.
+_LEAST = 1e-9
 # Keys without which a client refuses config.json or guesses, by section and by the kind that it
 # states. Sources: transformers 5.23 utils/quantization_config.py; vLLM 0.32 quantization/fp8.py and
 # compressed_tensors.py; for ropes see hf_config.ROPE_KEYS.
@@ -34,6 +51,7 @@ _REQUIRED = {
        "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "hidden_act", "dtype"),
   "fp8": ("activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers"),
   "compressed-tensors": ("format", "config_groups", "ignore", "quantization_status"),
+  "modelopt": ("quant_algo", "config_groups", "ignore"),
   **{kind: required for kind, (required, _) in hf_config.ROPE_KEYS.items()},
 }  # fmt: skip
 
@@ -53,8 +71,10 @@ class Gate:
   """Compares models with a source, whose logits of tokens that count it holds on the host.
 
   Attributes:
-    report: {reader: {"kl", "dlogp", "top1"}} of the comparisons, "tokens", and "noise_floor": the
-      same of the source against itself with its norms one ulp away.
+    report: {reader: {"kl", "low", "high", "dlogp", "top1"}} of the comparisons with the source,
+      "fidelity": {"kl", "bound"} of the client's weights and {"served_kl", "served_bound"} of its
+      activations, "tokens", and "noise_floor": the source against itself with its norms one ulp
+      away.
   """
 
   def __init__(
@@ -72,22 +92,24 @@ class Gate:
     logits = self._forward(of_source) if of_source else self._logits
     made = zip(texts, logits(params), strict=True)
     self._source = [params_lib.on_host(x)[b.counts_BL > 0] for b, x in made]
-    floor = self._row(logits(divergence.nudged(params)))
+    floor = self._row(self.source(), logits(divergence.nudged(params)))
     self.report: dict[str, Any] = {
       "tokens": int(floor["tokens"]),
       "noise_floor": {k: floor[k] for k in ("kl", "dlogp", "top1")},
     }
 
-  def _forward(self, spec: TrainSpec) -> Callable[[Any], Iterator[jax.Array]]:
-    return divergence.forward(spec, spec.sites(evaluator_lib.BF16), self._batches)
+  def _forward(self, spec: TrainSpec, sites=None) -> Callable[[Any], Iterator[jax.Array]]:
+    sites = spec.sites(evaluator_lib.BF16) if sites is None else sites
+    return divergence.forward(spec, sites, self._batches)
 
-  def read_back(self, folder: str, read: Callable[[str], Any]):
+  def read_back(self, folder: str, read: Callable[[str], Any], plan: fp8_lib.Plan | None = None):
     """Compares the folder as fp8jax reads it, and refuses it above export.max_kl.
 
     fp8jax reads with the writer's defaults: config.json is held against others' demands first.
 
     Args:
       read: gives the parameters of a folder.
+      plan: of its quantized matrices.
     """
     has_config = os.path.exists(os.path.join(folder, "config.json"))  # adapters have none
     if has_config and (lacking := lacks(hf_config.read_json(folder, "config.json"))):
@@ -96,14 +118,57 @@ class Gate:
         f"and servers refuse the folder: {', '.join(lacking)}; please report it"
       )
     self._judge("fp8jax", self._logits(read(folder)))
+    if plan is not None and served_pass.quantizes_inputs(plan):
+      served = self._forward(self._spec, served_pass.sites(self._spec, plan))
+      self._judge("served", served(served_pass.load(self._spec, folder)))
 
-  def client(self, folder: str, versions: dict[str, str]):
-    """The same of the folder in transformers, on the CPU; in the first process."""
+  def client(
+    self, folder: str, versions: dict[str, str], read: Callable[[str], Any],
+    plan: fp8_lib.Plan | None = None,
+  ):  # fmt: skip
+    """The same of the folder in transformers, on the CPU; refused where it computes another model.
+
+    Every process must call this; the client runs in the first.
+    """
+    wide = dataclasses.replace(
+      self._spec, run=dataclasses.replace(self._spec.run, dtype=jnp.dtype(jnp.float32))
+    )
+    params = served_pass.as_client_has(read(folder), plan, wide)
+    logits = self._forward(wide)
+    ours = [params_lib.on_host(x) for x in logits(params)]
+    floor = self._kl(ours, logits(divergence.nudged(params)))
+    bounds = {"bound": FIDELITY * max(floor, _LEAST)}
+    served, is_quantized = ours, plan is not None and served_pass.quantizes_inputs(plan)
+    if plan is not None and is_quantized:
+      logits = self._forward(wide, served_pass.sites(wide, plan))
+      params = served_pass.load(wide, folder)
+      served = [params_lib.on_host(x) for x in logits(params)]
+      floor = self._kl(served, logits(divergence.nudged(params)))
+      bounds["served_bound"] = FIDELITY * max(floor, self._kl(ours, served))
     if jax.process_index() == 0:
       tokens_BL = np.concatenate([b.tokens_BL for b in self._batches])
-      vocab_size = self._spec.model.vocab_size
-      made = client_lib.logits(self._spec.of(Export), folder, tokens_BL, vocab_size)
-      self._judge("transformers", np.split(made, len(self._batches)), versions)
+      parts = client_lib.logits(
+        self._spec.of(Export), folder, tokens_BL, self._spec.model.vocab_size, _schemes(plan)
+      )
+      made, plain = (np.split(x, len(self._batches)) for x in parts)
+      self.report["transformers"] = self._row(self.source(), made) | versions
+      del self.report["transformers"]["tokens"]
+      found = {"kl": self._kl(ours, plain)}
+      found |= {"served_kl": self._kl(served, made)} if is_quantized else {}
+      self.report["fidelity"] = found | bounds
+      self._judge_client(found, bounds)
+
+  def _judge_client(self, found: Mapping[str, float], bounds: Mapping[str, float]):
+    for kl, bound, what in (
+      ("kl", "bound", "the weights"), ("served_kl", "served_bound", "the activations")
+    ):  # fmt: skip
+      if kl in found and not found[kl] <= bounds[bound]:
+        raise UserError(
+          f"export refused, nothing was written: transformers computes another model from {what} "
+          f"than fp8jax reads in the folder: KL {found[kl]:.2e} nats per token, more than "
+          f"{bounds[bound]:.2e}, {FIDELITY:g} times the noise floor; please report it with the "
+          "versions of the client, or export without export.client_python and check the server"
+        )
 
   def source(self) -> Iterator[np.ndarray]:
     """The source's logits [B, L, V] of every batch, 0 at tokens that do not count."""
@@ -112,20 +177,46 @@ class Gate:
       source_BLV[b.counts_BL > 0] = rows
       yield source_BLV
 
-  def _row(self, made: Iterable[Any]) -> dict[str, float]:
-    return divergence.compared(self._spec, self._batches, self.source(), made)
+  def _kl(self, source: Iterable[Any], made: Iterable[Any]) -> float:
+    return divergence.compared(self._spec, self._batches, source, made)["kl"]
 
-  def _judge(self, reader: str, made: Iterable[Any], versions: Mapping[str, str] | None = None):
-    row = self._row(made)
+  def _row(self, source: Iterable[Any], made: Iterable[Any]) -> dict[str, float]:
+    """See divergence.row, with the interval "low" to "high" of its "kl" over windows."""
+    columns = zip(self._batches, source, made, strict=True)
+    sums = np.concatenate([
+      np.stack(jax.device_get(_by_window(x, y, b.tokens_BL, b.counts_BL)), -1)
+      for b, x, y in columns
+    ]).astype(np.float64)  # fmt: skip
+    counted = sums[sums[:, 3] > 0]
+    row = divergence.row(sums.sum(0))
+    interval = statistics.bootstrap(counted[:, 0], counted[:, 3])
+    return {"kl": row.pop("kl"), "low": interval.low, "high": interval.high, **row}
+
+  def _judge(self, reader: str, made: Iterable[Any]):
+    row = self._row(self.source(), made)
     total = row.pop("tokens")
-    self.report[reader] = row | dict(versions or {})
+    self.report[reader] = row
     most = self._spec.of(Export).max_kl
     if not row["kl"] <= most:
       raise UserError(
         f"export refused, nothing was written: read by {reader}, the model differs from its source "
-        f"by KL {row['kl']:.4f} nats per token (the most likely token is the same in "
-        f"{row['top1']:.1%} of {total:.0f}; the noise floor is "
-        f"{self.report['noise_floor']['kl']:.1e}), more than export.max_kl={most}; take a finer "
-        "export.strategy, keep layers unquantized by precision.first_bf16 and last_bf16, or raise "
-        "export.max_kl"
+        f"by KL {row['kl']:.4f} nats per token, 95 % interval {row['low']:.4f} to "
+        f"{row['high']:.4f} (the most likely token is the same in {row['top1']:.1%} of "
+        f"{total:.0f}; the noise floor is {self.report['noise_floor']['kl']:.1e}), more than "
+        f"export.max_kl={most}; take a finer export.strategy or recipe, keep layers unquantized by "
+        "precision.first_bf16 and last_bf16, or raise export.max_kl"
       )
+
+
+@jax.jit
+def _by_window(source_BLV, made_BLV, tokens_BL, counts_BL):
+  """divergence.difference of every window: [B] each."""
+  parts = source_BLV, made_BLV, tokens_BL, counts_BL
+  return jax.vmap(lambda *one: divergence.difference(*(x[None] for x in one)))(*parts)
+
+
+def _schemes(plan: fp8_lib.Plan | None) -> int:
+  """How many matrices of the client are to have a scheme; 0 where it has none."""
+  has = plan is not None and all(m.scheme.method != schemes.FINE_GRAINED
+                                 for m in plan.matrices.values())  # fmt: skip
+  return len(plan.matrices) if has and plan else 0

@@ -41,10 +41,10 @@ def scheme(w: Quant, x: Quant | None, method: str = COMPRESSED) -> Scheme:
   """
   name = container(w, x)
   inputs = _inputs(name, w, x)
-  if method == MODELOPT and (name != "nvfp4-pack-quantized" or x is None):
+  if method == MODELOPT and name != "nvfp4-pack-quantized":
     raise ValueError(
-      f"export.format='modelopt' holds NVFP4 weights and activations, not {w} by {x or 'bf16'}; "
-      "take export.format='compressed-tensors'"
+      f"export.format='modelopt' holds NVFP4 alone, not {w}; take "
+      "export.format='compressed-tensors'"
     )
   return Scheme(MODELOPT if method == MODELOPT else name, w, inputs)
 
@@ -80,9 +80,10 @@ def container(w: Quant, x: Quant | None) -> str:
       return "mxfp8-quantized"
   elif w.format in (INT4, INT8):
     is_grouped = w.tile[0] == 1 and w.tile[1] in (WHOLE, 32, 64, 128)
-    if is_float and x is None and is_grouped:
+    # INT4 by E4M3 too: compressed-tensors reads it in either container, vLLM in this one alone.
+    if is_float and is_grouped and (x is None or w.format == INT4):
       return "pack-quantized"
-    if is_float and (is_grouped if w.format == INT4 else w.tile in ((WHOLE, WHOLE), (1, WHOLE))):
+    if is_float and w.tile in ((WHOLE, WHOLE), (1, WHOLE)):
       return "int-quantized"
   elif w.format == E2M1:
     if w.tile == (1, 32) and w.scale in POWERS:

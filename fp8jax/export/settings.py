@@ -12,8 +12,8 @@ class Export:
   """The folder that --job=export writes."""
 
   format: str = key("hf-bf16", '"hf-bf16": all weights in export.dtype. "hf-fp8-block": FP8 as '
-    'DeepSeek-V3 and Qwen publish it, 128x128. "compressed-tensors": as llm-compressor writes it, in '
-    'the formats of the recipes or by export.strategy. "modelopt": NVFP4 as ModelOpt writes it. '
+    'DeepSeek-V3 and Qwen publish it, 128x128. "compressed-tensors": as llm-compressor writes it, '
+    'in the formats of the recipes or by export.strategy. "modelopt": NVFP4 as ModelOpt writes it. '
     "\"peft\": the adapters alone, in PEFT's format.",
     choices=schemes.FORMATS)
   dtype: str = key("auto", 'Of weights that are not FP8: "bfloat16", "float16", "float32", or '
@@ -23,7 +23,7 @@ class Export:
     choices=("auto", *schemes.STRATEGIES))
   scale_fmt: str = key("auto", 'hf-fp8-block: "float32", "ue8m0" (powers of two), or "auto": as '
     "training multiplied.", choices=("auto", *schemes.SCALE_FMTS))
-  requantize: bool = key(False, "Whether a format that cannot hold the codes of training, or of the "
+  requantize: bool = key(False, "Whether a format that cannot hold the codes of training, or of a "
     "folder, gets new ones, from the masters.")
   input_scales: str = key("", "compressed-tensors: table of --job=calibrate that static scales of "
     'inputs come from; "": servers scale every token.')

@@ -176,8 +176,8 @@ def quantize(
     key: a jax.random key, for stochastic rounding.
     signs_key: a jax.random key, for fresh signs: the same for both operands of a product.
     with_values: whether to make ScaledMatrix.values, in float32 from end to end.
-    tensor_amax: float32 scalar from which E4M3_OVER_F32's scale of the tensor comes, that of several
-      matrices, say; default: x's own.
+    tensor_amax: float32 scalar from which E4M3_OVER_F32's scale of the tensor comes, that of
+      several matrices for one; default: x's own.
 
   Returns:
     ScaledMatrix [rows, contraction]. With contraction=0 its data is a transposed view, which XLA
@@ -350,8 +350,9 @@ def _current_scale(tiles, amax, quant: Quant, shape, amax_axes, tensor_amax=None
 
 
 def _with_room(tensor_amax, quant: Quant):
-  is_times = isinstance(quant.clip, Largest) and quant.clip != AMAX
-  return tensor_amax * np.float32(quant.clip.times) if is_times else tensor_amax
+  if isinstance(quant.clip, Largest) and quant.clip != AMAX:
+    return tensor_amax * np.float32(quant.clip.times)
+  return tensor_amax
 
 
 def tensor_scale(tensor_amax, quant: Quant):

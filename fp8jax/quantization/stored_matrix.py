@@ -104,8 +104,8 @@ def specs(x: StoredMatrix, spec: PartitionSpec) -> StoredMatrix:
   """PartitionSpecs of codes and scales of a weight that lies as `spec`, one entry per axis."""
   names = (*spec, *(None,) * (len(x.shape) - len(spec)))
   # A tile that covers an axis covers it on all devices.
-  across = [n if tile != WHOLE else None
-            for n, tile in zip((names[x.lead], names[x.lead + x.inputs]), x.quant.tile[::-1])]  # fmt: skip
+  of_both = zip((names[x.lead], names[x.lead + x.inputs]), x.quant.tile[::-1])
+  across = [None if tile == WHOLE else name for name, tile in of_both]
   tiles = PartitionSpec(*names[: x.lead], *across)
   return dataclasses.replace(x, data=spec, scale=tiles)
 

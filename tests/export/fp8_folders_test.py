@@ -234,7 +234,7 @@ def test_export_states_compressed_tensors_as_a_whole(fp8, weights, inputs):
     "ignore": ["lm_head", "model.layers.1.mlp.up_proj"],
     "config_groups": {"group_0": {
       "targets": ["Linear"], "weights": common | weights | {"dynamic": False},
-      "input_activations": common | inputs,
+      "input_activations": common | inputs, "format": "float-quantized",
     }},
   }  # fmt: skip
 

@@ -15,7 +15,8 @@ from fp8jax.recipe.quant import Static
 
 FORMATS = {
   "block": schemes.fp8(FINE_GRAINED), "ue8m0": schemes.fp8(FINE_GRAINED, scale_fmt="ue8m0"),
-  "compressed_block": schemes.fp8(COMPRESSED, "block"), "channel": schemes.fp8(COMPRESSED, "channel"),
+  "compressed_block": schemes.fp8(COMPRESSED, "block"),
+  "channel": schemes.fp8(COMPRESSED, "channel"),
   "tensor": schemes.fp8(COMPRESSED, "tensor"),
   "static": schemes.fp8(COMPRESSED, "tensor", static_inputs=True),
 }  # fmt: skip

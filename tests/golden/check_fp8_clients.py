@@ -1,10 +1,10 @@
-"""FP8 folders in real clients: their dequantized weights and logits beside fp8jax's.
+"""Quantized folders in real clients: their dequantized weights and logits beside fp8jax's.
 
 Not a test: it needs torch, transformers and compressed-tensors, which fp8jax never imports, so it
 runs in two halves. Its findings are tests/golden/fp8_clients.json.
 
   PYTHONPATH=. .venv/bin/python tests/golden/check_fp8_clients.py write FOLDER assets/smollm2-135m
-      (fp8jax's environment: exports of a small random model and of SmolLM2, weights and logits)
+      (fp8jax's environment: exports of a small random model, and of SmolLM2, weights and logits)
   python3.11 tests/golden/check_fp8_clients.py compare FOLDER tests/golden/fp8_clients.json
       (pip install torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
       compressed-tensors==0.20.0)
@@ -17,20 +17,27 @@ import sys
 import numpy as np
 
 LENGTH = 64
+# Folder: (export.format, recipes of sites or one of FP8's schemes).
 SMALL = {
-  "block": ("hf-fp8-block", {"scale_fmt": "float32"}),
-  "block_ue8m0": ("hf-fp8-block", {"scale_fmt": "ue8m0"}),
-  "compressed_block": ("compressed-tensors", {"strategy": "block"}),
-  "compressed_channel": ("compressed-tensors", {"strategy": "channel"}),
-  "compressed_tensor": ("compressed-tensors", {"strategy": "tensor"}),
-  "compressed_tensor_static": ("compressed-tensors", {"strategy": "tensor", "static_inputs": True}),
-}
+  "block": ("hf-fp8-block", "float32"), "block_ue8m0": ("hf-fp8-block", "ue8m0"),
+  "compressed_block": ("compressed-tensors", "fp8_block"),
+  "compressed_channel": ("compressed-tensors", "fp8_dynamic"),
+  "compressed_tensor_static": ("compressed-tensors", "fp8"),
+  **{name: ("compressed-tensors", name) for name in (
+    "fp8_channel_static", "fp8_240_dynamic", "w8a16", "int8", "int8_static", "w4a16", "w4a16_g64",
+    "w4afp8", "mxfp8_ste", "mxfp4a16", "mxfp4_ste", "nvfp4a16", "nvfp4_ste", "nvfp4a16_4or6",
+  )},
+  "mixed": ("compressed-tensors", (
+    ("layers/.*/mlp/.*", "w4a16"), ("layers/.*/attn/o", "bf16"), ("layers/.*", "fp8_dynamic"),
+  )),
+  "modelopt": ("modelopt", "nvfp4_ste"), "modelopt_a16": ("modelopt", "nvfp4a16"),
+}  # fmt: skip
 
 
 # --- fp8jax's half -------------------------------------------------------------------------------
 
 
-def write(folder, smollm2):
+def write(folder, smollm2=""):
   import jax
 
   from fp8jax import params
@@ -47,13 +54,14 @@ def write(folder, smollm2):
   tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (1, LENGTH))
   for name, (form, how) in SMALL.items():
     _write_one(pathlib.Path(folder) / name, weights, cfg, form, how, tokens)
+  if not smollm2:
+    return
   weights, _ = hf_weights.load_params(smollm2, presets.SMOLLM2_135M)
   text = pathlib.Path(__file__).parents[2] / "README.md"
   tokens = _tokens(smollm2, text.read_text())
-  _write_one(
-    pathlib.Path(folder) / "smollm2_compressed_channel", weights, presets.SMOLLM2_135M,
-    "compressed-tensors", {"strategy": "channel"}, tokens,
-  )  # fmt: skip
+  for name in ("fp8_dynamic", "w4a16_g64"):
+    target = pathlib.Path(folder) / f"smollm2_{name}"
+    _write_one(target, weights, presets.SMOLLM2_135M, "compressed-tensors", name, tokens)
 
 
 def _tokens(folder, text):
@@ -63,31 +71,47 @@ def _tokens(folder, text):
 
 
 def _write_one(target, weights, cfg, form, how, tokens):
+  from fp8jax.evaluation import divergence
   from fp8jax.export import fp8 as fp8_export
   from fp8jax.export import write as write_lib
+  from fp8jax.generation import weights as generation_weights
   from fp8jax.models import transformer
-  from fp8jax.models.hf import fp8_formats, names
+  from fp8jax.models.hf import names, schemes
   from fp8jax.models.hf import weights as hf_weights
   from fp8jax.ops import site_tree
 
-  entries = names.entries(cfg)
-  sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, ((".*", "bf16"),))
-  strategy, static = how.get("strategy", "block"), how.get("static_inputs", False)
-  fp8 = fp8_formats.Fp8Format(fp8_export.METHODS[form], strategy, static_inputs=static)
-  fmt = how.get("scale_fmt", "auto")
-  spec = fp8_export.choose(entries, cfg.dims, site_tree.recipes_of(sites), fp8, scale_fmt=fmt)
+  entries, method = names.entries(cfg), fp8_export.METHODS[form]
+  follows = method != schemes.FINE_GRAINED
+  rules = how if isinstance(how, tuple) else (("layers/.*", how if follows else "bf16"),)
+  sites, plain = (
+    site_tree.build_sites(transformer.site_params(cfg), cfg.dims, (("head", "bf16"), *r),
+                          backends=site_tree.Backends("reference"))
+    for r in (rules, (("layers/.*", "bf16"),))
+  )  # fmt: skip
+  default = schemes.fp8(method, "channel" if follows else "block")
+  if method == schemes.MODELOPT:
+    default = schemes.Scheme(method, schemes.NVFP4, schemes.NVFP4)
+  fmt, recipes = "auto" if follows else how, site_tree.recipes_of(sites)
+  how = dict(follows=follows, scale_fmt=fmt)
+  spec = fp8_export.choose(entries, cfg.dims, recipes, default, **how)
   inputs = {(fp8_export.site_of(e), "x"): 8.0 for e in entries if e.layer is not None}
   spec = fp8_export.with_amaxes(spec, entries, {}, inputs)
   write_lib.save(str(target), write_lib.model(weights, cfg, "bfloat16", fp8=spec))
   folder = hf_weights.Folder(str(target))
   matrices = {name: folder.read_float(name) for name in spec.matrices}
   back, _ = hf_weights.load_params(str(target), cfg)
-  both = {"source": weights, "back": back}
-  logits = {name: _logits(w, sites, tokens, cfg) for name, w in both.items()}
+  logits = {name: _logits(w, plain, tokens, cfg) for name, w in
+            {"source": weights, "back": back}.items()}  # fmt: skip
+  if follows and not any(r.is_stateful for r in recipes.values()):
+    kept = generation_weights.multiplied_as_codes(recipes)
+    codes, _ = hf_weights.load_params(str(target), cfg, codes_of=kept)
+    logits["recipe"] = _logits(codes, sites, tokens, cfg)
+    logits["nudged_back"] = _logits(divergence.nudged(back), plain, tokens, cfg)
+    logits["nudged"] = _logits(divergence.nudged(codes), sites, tokens, cfg)
   np.savez(target / "ours.npz", tokens=tokens, **logits)
   np.savez(target / "matrices.npz", **matrices)
   share = f"{spec.share:.1%}"
-  print(f"{target.name}: {len(matrices)} matrices, {share} of the parameters in FP8", flush=True)
+  print(f"{target.name}: {len(matrices)} matrices, {share} of the parameters", flush=True)
 
 
 def _logits(weights, sites, tokens, cfg):
@@ -117,7 +141,9 @@ def compare(folder, path):
     print(json.dumps(rows[-1]), flush=True)
   found = json.dumps({"versions": versions, "folders": rows}, indent=2)
   pathlib.Path(path).write_text(found + "\n")
-  wrong = [row["folder"] for row in rows if row["unequal_weights"]]
+  # Codes of 4 bits float are dequantized to bfloat16 there.
+  wrong = [row["folder"] for row in rows if row["largest_relative_difference"] > 2.0**-8
+           or row["quantized_in_client"] < row["matrices"]]  # fmt: skip
   if wrong:
     sys.exit(f"dequantized weights differ: {', '.join(wrong)}")
 
@@ -128,26 +154,48 @@ def _compare_one(target):
 
   stated = json.loads((target / "config.json").read_text())["quantization_config"]
   is_fine_grained = stated["quant_method"] == "fp8"
-  how = {} if is_fine_grained else {"dtype": torch.float32}
-  model = AutoModelForCausalLM.from_pretrained(target, **how).eval()
-  ours, unequal, modules = np.load(target / "matrices.npz"), 0, dict(model.named_modules())
-  for name in ours.files:
-    want = torch.from_numpy(ours[name])
-    module = modules[name.removesuffix(".weight")]
-    if is_fine_grained:  # on a CPU transformers dequantizes to bfloat16
-      want = want.to(module.weight.dtype)
-    unequal += int((_dequantized(module) != want).sum())
-  model = model.float() if is_fine_grained else model
+  read = target if stated["quant_method"] != "modelopt" else _converted(target)
+  # What compressed-tensors dequantizes to bfloat16 is cast afterwards, the rest cannot be.
+  in_bf16 = is_fine_grained or any(
+    x in (read / "config.json").read_text() for x in ("mxfp", "nvfp4")
+  )
+  how = {} if is_fine_grained else {"dtype": torch.bfloat16 if in_bf16 else torch.float32}
+  model = AutoModelForCausalLM.from_pretrained(read, **how).eval()
+  ours, modules = np.load(target / "matrices.npz"), dict(model.named_modules())
+  # With a scheme, or, of fine-grained FP8 on a CPU, dequantized.
+  quantized = sum(
+    is_fine_grained or getattr(modules[n.removesuffix(".weight")], "quantization_scheme", 0) != 0
+    for n in ours.files
+  )
   data = np.load(target / "ours.npz")
   with torch.no_grad():
+    if in_bf16:
+      model(torch.zeros(1, 1).long())
+      model = torch.nn.Module.float(model)  # transformers' own refuses
     logits = model(torch.from_numpy(data["tokens"]).long()).logits[0].double()
+  different = largest = 0
+  for name in ours.files:
+    want, weight = torch.from_numpy(ours[name]), modules[name.removesuffix(".weight")].weight
+    if is_fine_grained:  # on a CPU transformers dequantizes to bfloat16
+      want = want.bfloat16().float()
+    different += int((weight.float() != want).sum())
+    ulps = (weight.float() - want).abs() / want.abs().clamp(min=1e-30)
+    largest = max(largest, float(ulps.max()))
   row = {
     "folder": target.name, "quantization": stated["quant_method"],
-    "matrices": len(ours.files), "unequal_weights": unequal,
+    "format": stated.get("format") or stated.get("quant_algo", "block"),
+    "matrices": len(ours.files), "quantized_in_client": quantized,
+    "unequal_weights": different, "largest_relative_difference": largest,
+    "weights_in_client": str(weight.dtype),
   }  # fmt: skip
-  for reference in ("back", "source"):
+  for reference in ("back", "recipe", "source"):
+    if reference not in data.files:
+      continue
     p, q = (torch.log_softmax(x, -1) for x in (torch.from_numpy(data[reference]).double(), logits))
     row[f"kl_from_{reference}"] = float((p.exp() * (p - q)).sum(-1).mean())
+    if reference == "recipe":
+      n = torch.log_softmax(torch.from_numpy(data["nudged"]).double(), -1)
+      row["kl_of_noise_floor"] = float((p.exp() * (p - n)).sum(-1).mean())
     row[f"top1_of_{reference}"] = float((p.argmax(-1) == q.argmax(-1)).double().mean())
   row["largest_logit_difference_from_back"] = float(
     (torch.from_numpy(data["back"]).double() - logits).abs().max()
@@ -155,16 +203,25 @@ def _compare_one(target):
   return row
 
 
-def _dequantized(module):
-  """The weight as the client multiplies it."""
-  import torch
+def _converted(target):
+  """ModelOpt's as compressed-tensors' own converter makes it: transformers reads none."""
+  from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import (
+    ModelOptNvfp4Converter,
+  )
+  from safetensors.torch import load_file, save_file
 
-  if module.weight.dtype != torch.float8_e4m3fn:
-    return module.weight
-  from compressed_tensors.quantization.lifecycle.forward import dequantize
-
-  return dequantize(module.weight, module.weight_scale, args=module.quantization_scheme.weights,
-                    dtype=torch.float32)  # fmt: skip
+  made = target.with_name(f"{target.name}_converted")
+  made.mkdir(exist_ok=True)
+  converter = ModelOptNvfp4Converter(ignore=["lm_head"], targets=["re:.*_proj$"])
+  tensors = converter.validate(load_file(target / "model.safetensors"))
+  save_file({k: x.reshape(1) if x.ndim == 0 else x for k, x in tensors.items()},
+            made / "model.safetensors", {"format": "pt"})  # fmt: skip
+  config = json.loads((target / "config.json").read_text())
+  stated = json.loads(converter.update_config(None).model_dump_json())
+  if config["quantization_config"]["quant_algo"] != "NVFP4":
+    stated["config_groups"]["config_group_0"]["input_activations"] = None
+  (made / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+  return made
 
 
 if __name__ == "__main__":

@@ -96,9 +96,11 @@ def to_config(
     }  # fmt: skip
   if first.method == MODELOPT:
     args = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
-    group = {"targets": ["Linear"], "weights": args, "input_activations": args}
+    inputs = None if first.inputs is None else args
+    group = {"targets": ["Linear"], "weights": args, "input_activations": inputs}
+    algorithm = "W4A16_NVFP4" if inputs is None else "NVFP4"
     return {
-      "quant_method": MODELOPT, "quant_algo": "NVFP4", "config_groups": {"group_0": group},
+      "quant_method": MODELOPT, "quant_algo": algorithm, "config_groups": {"group_0": group},
       "ignore": ignored, "kv_cache_scheme": _KV_CACHE if kv_cache else None,
     }  # fmt: skip
   members: dict[str, list[str]] = {}
@@ -111,8 +113,6 @@ def to_config(
   for key, names in members.items():
     groups[key] = {"targets": names if len(groups) > 1 else ["Linear"], **groups[key]}
   formats = {group["format"] for group in groups.values()}
-  if len(groups) == 1:  # stated once
-    groups = {key: {k: v for k, v in g.items() if k != "format"} for key, g in groups.items()}
   return {
     "quant_method": COMPRESSED, "format": formats.pop() if len(formats) == 1 else MIXED,
     "quantization_status": "compressed",
@@ -204,8 +204,9 @@ def _fine_grained(stated: Mapping[str, Any], where: str) -> Quantization:
 
 
 def _modelopt(stated: Mapping[str, Any], where: str) -> Quantization:
-  _expect(stated, {"quant_algo": ("NVFP4",)}, where)
-  scheme = Scheme(MODELOPT, schemes.NVFP4, schemes.NVFP4)
+  _expect(stated, {"quant_algo": ("NVFP4", "W4A16_NVFP4")}, where)
+  inputs = schemes.NVFP4 if stated["quant_algo"] == "NVFP4" else None
+  scheme = Scheme(MODELOPT, schemes.NVFP4, inputs)
   ignored, kv = stated.get("ignore") or (), stated.get("kv_cache_scheme") is not None
   # Its patterns are those of a shell.
   ignored = tuple("re:" + re.escape(str(i)).replace(r"\*", ".*") + "$" for i in ignored)
@@ -244,7 +245,7 @@ def _quant(args: Any, where: str) -> Quant:
   if not isinstance(args, Mapping):
     raise UserError(f"{where}={args!r}, expected QuantizationArgs of compressed-tensors")
   _expect(args, {"symmetric": (True, None)}, where)
-  kind = args.get("type"), args.get("num_bits")
+  kind = str(args.get("type")), int(args.get("num_bits") or 0)
   if kind not in _FORMATS:
     known = ", ".join(f"{t} of {n} bits" for t, n in _FORMATS)
     raise UserError(f"{where}: {kind[0]} of {kind[1]} bits is not supported, expected {known}")

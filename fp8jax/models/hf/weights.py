@@ -217,8 +217,8 @@ def mismatches(folder: Folder, entries: Iterable[Entry], dims):
 
 
 def _is_ignorable(name: str, cfg: ModelConfig) -> bool:
-  """Buffers that old files carry, and a tied head written out: both derive from what is read. Scales
-  of keys and values, which caches here choose for every token."""
+  """Buffers that old files carry, and a tied head written out: both derive from what is read. And
+  scales of keys and values, which caches here choose for every token."""
   ends = ("rotary_emb.inv_freq", "_proj.output_scale", ".k_scale", ".v_scale")
   return name.endswith(ends) or (cfg.tie_embeddings and name == names.TOP["head"])
 

@@ -1,0 +1,95 @@
+"""The forward pass of an exported folder as a server makes it: its codes, its activations.
+
+Activations under two levels take the scale of their tensor from themselves here, and the one that
+is stored in a server.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from fp8jax import params as params_lib
+from fp8jax.export import fp8 as fp8_lib
+from fp8jax.models import transformer
+from fp8jax.models.hf import names, schemes
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.models.hf.schemes import Scheme
+from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
+from fp8jax.quantization import amax_history
+from fp8jax.recipe import rules
+from fp8jax.recipe.gemm import Accumulation, Gemm, Recipe
+from fp8jax.recipe.quant import CURRENT
+from fp8jax.step.train_spec import TrainSpec
+
+
+def quantizes_inputs(plan: fp8_lib.Plan | None) -> bool:
+  return plan is not None and any(m.scheme.inputs for m in plan.matrices.values())
+
+
+def recipe(scheme: Scheme) -> Recipe:
+  """The forward product of a scheme; a scale of the weight's tensor is its current one."""
+  w = dataclasses.replace(scheme.weight, tile=scheme.tile, source=CURRENT)
+  sizes = [q.tile[1] for q in (w, scheme.inputs) if q and q.tile[1]]
+  how = math.gcd(*sizes) if sizes and scheme.inputs else Accumulation.PRECISE
+  return Recipe("served", Gemm(scheme.inputs, w, how))
+
+
+def sites(spec: TrainSpec, plan: fp8_lib.Plan):
+  """The sites of a model whose matrices are multiplied by the plan, static scales included."""
+  entries = {fp8_lib.site_of(e): e.name for e in names.entries(spec.model)}
+  chosen = {site: plan.matrices[name] for site, name in entries.items() if name in plan.matrices}
+  of_sites = [(re.escape(site), rules.add(recipe(m.scheme))) for site, m in chosen.items()]
+  tree = site_tree.build_sites(
+    transformer.site_params(spec.model), spec.model.dims, (*of_sites, (".*", "bf16")),
+    spec.run.layout, backends=site_tree.Backends("reference", spec.device, spec.tokens_per_device),
+  )  # fmt: skip
+
+  def one(site):
+    if site.scaling_state is None:
+      return site
+    amaxes = [_input_amax(chosen[layer]) for layer in site.layer_names]
+    amax_3 = jnp.float32([[a, 1.0, 1.0] for a in amaxes])
+    amax_3 = amax_3 if site.layers else amax_3[0]
+    return dataclasses.replace(site, scaling_state=amax_history.calibrated(site.recipe, amax_3))
+
+  return site_lib.tree_map(one, tree)
+
+
+def _input_amax(matrix: fp8_lib.Matrix) -> float:
+  inputs = matrix.scheme.inputs
+  return (matrix.input_scale or 1.0) * (inputs.format.max if inputs else 1.0)
+
+
+def load(spec: TrainSpec, folder: str):
+  """The parameters, matrices in the folder's codes where a device holds them whole."""
+  layout, paths = spec.run.layout, {e.path for e in names.entries(spec.model) if e.inputs}
+  codes_of = paths if spec.num_devices == 1 else ()
+  return hf_weights.load_params(folder, spec.model, layout, codes_of=codes_of)[0]
+
+
+def as_client_has(params, plan: fp8_lib.Plan | None, spec: TrainSpec):
+  """Parameters of a folder as transformers dequantizes them on a CPU, to bfloat16 in some."""
+  rounded: dict[str, list[int]] = {}
+  for e in names.entries(spec.model) if plan else ():
+    matrix = plan.matrices.get(e.name) if plan else None
+    if matrix is not None and matrix.scheme.container in _IN_BF16 and e.layer is not None:
+      rounded.setdefault(e.path, []).append(e.layer)
+  flat = params_lib.flatten(params)
+  return params_lib.unflatten(flat | _rounded(flat, rounded))
+
+
+# compressed-tensors 0.20 dequantizes NVFP4 so (compressors/nvfp4), transformers 5 fine-grained FP8.
+_IN_BF16 = (schemes.FINE_GRAINED, "nvfp4-pack-quantized", schemes.MODELOPT)
+
+
+def _rounded(flat, layers: Mapping[str, list[int]]):
+  return {
+    path: flat[path].at[jnp.array(of)].set(
+      flat[path][jnp.array(of)].astype(jnp.bfloat16).astype(flat[path].dtype)
+    )
+    for path, of in layers.items()
+  }  # fmt: skip
