@@ -216,7 +216,7 @@ def _shared(tile, amax_axes) -> tuple[str, ...]:
 
 def _cast(x, quant: Quant, amax_axes, amax, key, with_values) -> scaled_matrix.ScaledMatrix:
   """ScaledMatrix of x as it lies; quant.tile and amax_axes are of x's two axes."""
-  tiles = _tiles(x, quant)
+  tiles = tiled(x, quant)
   if quant.scale is Scale.ONE:
     scale = jnp.ones((1, 1))
   elif amax is None:
@@ -258,11 +258,11 @@ def scales(x, quant: Quant, tensor_amax=None):
   """
   if quant.scale is Scale.ONE:
     return jnp.ones((1, 1))
-  tiles = _tiles(x, quant)
+  tiles = tiled(x, quant)
   return _current_scale(tiles, _tile_amax(tiles), quant, x.shape, ((), ()), tensor_amax)
 
 
-def _tiles(x, quant: Quant):
+def tiled(x, quant: Quant):
   """float32 [tiles of rows, rows, tiles of columns, columns] of x, padded with zeros."""
   extents = tuple(n if t == WHOLE else t for n, t in zip(x.shape, quant.tile))
   pads = [(0, -n % t) for n, t in zip(x.shape, extents)]
