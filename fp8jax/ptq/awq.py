@@ -19,7 +19,7 @@ import numpy as np
 
 from fp8jax.ptq.moments import Moments, product
 from fp8jax.quantization import quantize
-from fp8jax.quantization.scaled_matrix import expand
+from fp8jax.quantization.scaled_matrix import per_element
 from fp8jax.recipe.quant import WHOLE, Quant
 
 
@@ -99,7 +99,7 @@ def clipped(w_NK, moments: Moments, quant: Quant, grid: int = 20):
   amax = _per_tile(jnp.abs(w_NK), quant, jnp.max)
 
   def error(share):
-    limit_NK = _wide(amax * share, quant, w_NK.shape)
+    limit_NK = per_element(amax * share, quant.tile, w_NK.shape)
     back_NK = quantize.quantize(jnp.clip(w_NK, -limit_NK, limit_NK), quant).dequantize()
     parts = jnp.pad(back_NK - w_NK, ((0, 0), (0, pad))).reshape(rows, -1, group).swapaxes(0, 1)
     of_rows = jnp.sum(jax.vmap(product)(parts, blocks) * parts, axis=-1).T
@@ -107,16 +107,10 @@ def clipped(w_NK, moments: Moments, quant: Quant, grid: int = 20):
 
   shares = 1 - jnp.arange(grid // 2, dtype=jnp.float32) / grid
   best = shares[jnp.argmin(jax.lax.map(error, shares), axis=0)]
-  limit_NK = _wide(amax * best, quant, w_NK.shape)
+  limit_NK = per_element(amax * best, quant.tile, w_NK.shape)
   return jnp.clip(w_NK, -limit_NK, limit_NK)
 
 
 def _per_tile(x, quant: Quant, reduce):
   """[tiles of rows, tiles of columns]: x, not negative, reduced over every tile."""
   return reduce(quantize.tiled(x, quant), axis=(1, 3))
-
-
-def _wide(of_tiles, quant: Quant, shape):
-  for axis in (0, 1):
-    of_tiles = expand(of_tiles, axis, quant.tile[axis], shape[axis])
-  return of_tiles

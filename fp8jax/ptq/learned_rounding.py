@@ -21,7 +21,7 @@ from fp8jax.errors import UserError
 from fp8jax.ptq import gptq
 from fp8jax.ptq.moments import Moments, product
 from fp8jax.quantization import quantize, rounding
-from fp8jax.quantization.scaled_matrix import ScaledMatrix, expand
+from fp8jax.quantization.scaled_matrix import ScaledMatrix, per_element
 from fp8jax.recipe.quant import Quant
 
 # A loss counts as smaller by this share, beyond what float32 sums lose.
@@ -60,9 +60,8 @@ def learn(w_NK, moments: Moments, quant: Quant, steps: int = 200) -> tuple[Scale
 
 @functools.partial(jax.jit, static_argnames=("quant", "steps"))
 def _learn(w_NK, moments: Moments, quant: Quant, steps: int):
-  scale = wide = quantize.scales(w_NK, quant)
-  for axis in (0, 1):
-    wide = expand(wide, axis, quant.tile[axis], w_NK.shape[axis])
+  scale = quantize.scales(w_NK, quant)
+  wide = per_element(scale, quant.tile, w_NK.shape)
   values = rounding.saturate(w_NK * (1.0 / wide), quant.format)
   unit, inverse = rounding.step(values, quant.format)
   below = jnp.floor(values * inverse)
@@ -84,7 +83,7 @@ def _learn(w_NK, moments: Moments, quant: Quant, steps: int):
   def one(carry, _):
     best, least, slope, offset, state = carry
     moved, state = optimizer.update(slope, state, offset)
-    offset = jnp.clip(optax.apply_updates(offset, moved), -0.5, 0.5)
+    offset = jnp.clip(offset + moved, -0.5, 0.5)
     codes = jnp.where(share + offset >= 0.5, above, below)
     loss, slope = loss_and_slope(codes)
     is_less = loss < least * _LESS

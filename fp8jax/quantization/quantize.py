@@ -17,6 +17,7 @@ between two divisions.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -248,7 +249,7 @@ def _cast(x, quant: Quant, amax_axes, amax, key, with_values) -> scaled_matrix.S
   return scaled_matrix.ScaledMatrix(data, of_both, quant.tile, wide)
 
 
-def scales(x, quant: Quant, tensor_amax=None):
+def scales(x, quant: Quant, tensor_amax=None) -> Any:
   """float32 [tiles of rows, tiles of contraction]: the scales alone that `quantize` gives x.
 
   Args:
