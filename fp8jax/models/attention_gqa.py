@@ -9,7 +9,15 @@ from fp8jax.kernels.attention.api import AttentionProblem
 from fp8jax.kernels.device import Device
 from fp8jax.models import unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer, block_input, block_output
+from fp8jax.models.mixer import (
+  Aux,
+  GemmSite,
+  LayerContext,
+  Maker,
+  Mixer,
+  block_input,
+  block_output,
+)
 from fp8jax.ops import prologue
 from fp8jax.ops.attention import attention
 from fp8jax.ops.dots import dot, dots
@@ -26,6 +34,11 @@ SITES = (
   GemmSite("v", "BLD,DGK->BLGK", "norm"),
   GemmSite("o", "BLHK,HKD->BLD", "mixed", is_residual=True),
 )
+# Attention mixes tokens, each head for itself: values may be rotated within a head.
+MAKERS = {
+  "norm": Maker(("norm",), "D", "D", is_gain=True),
+  "mixed": Maker(("v", "v_bias"), "GK", "K"),
+}
 HF_NAMES = {
   "norm": "input_layernorm.weight",
   "q": "self_attn.q_proj.weight",
@@ -134,5 +147,5 @@ def flops_per_token(cfg: ModelConfig, length: int) -> float:
 
 MIXER = Mixer(
   KEY, params, SITES, apply, flops_per_token, hf_names=HF_NAMES, has_cache=True,
-  activations=activations,
+  activations=activations, makers=MAKERS,
 )  # fmt: skip

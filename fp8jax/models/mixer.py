@@ -42,6 +42,26 @@ class GemmSite:
   is_chunked: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Maker:
+  """The parameters that make an input of GEMM sites, for factors that are folded into weights.
+
+  Attributes:
+    params: a factor of a channel in each of them, of those that the model has, is that factor of
+      the input's channel. The weight is the first.
+    letters: of the channels, in each of them. The sites contract as many letters; where theirs is
+      larger, several of their channels come from one (grouped-query attention).
+    rotation: the letter along which a rotation of the channels passes too; "" if what lies between
+      works on single channels.
+    is_gain: they are the gain of a norm of the residual stream. Rotations pass once it is 1.
+  """
+
+  params: tuple[str, ...]
+  letters: str
+  rotation: str = ""
+  is_gain: bool = False
+
+
 def block_input(x_BLD, p, s, cfg: ModelConfig, run: ComputeConfig) -> Any:
   """The input of a block's GEMMs: norm(x), observed, a Prologue; x itself where the norm follows.
 
@@ -150,6 +170,7 @@ class Mixer:
       that site's input (smooth_swiglu.alignment); None if there is none.
     fold_channel_scales: (p of all layers, s_NF) -> p that holds these channel scales, which are the
       states of this mixer (smooth_swiglu); None if it has none.
+    makers: {GemmSite.input: Maker}; an input that nothing can be folded into is left out.
   """
 
   key: str
@@ -162,3 +183,4 @@ class Mixer:
   hf_names: Mapping[str, str] | None = None
   alignment: Callable[..., dict] | None = None
   fold_channel_scales: Callable[..., dict] | None = None
+  makers: Mapping[str, Maker] = dataclasses.field(default_factory=dict)

@@ -6,7 +6,15 @@ import jax.numpy as jnp
 
 from fp8jax.models import smooth_swiglu, unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer, block_input, block_output
+from fp8jax.models.mixer import (
+  Aux,
+  GemmSite,
+  LayerContext,
+  Maker,
+  Mixer,
+  block_input,
+  block_output,
+)
 from fp8jax.ops import prologue
 from fp8jax.ops.dots import dot
 from fp8jax.ops.site import Activation
@@ -20,6 +28,7 @@ SITES = (
   GemmSite("up", "BLD,DF->BLF", "norm"),
   GemmSite("down", "BLF,FD->BLD", "gated", is_residual=True, has_channel_scales=True),
 )
+MAKERS = {"norm": Maker(("norm",), "D", "D", is_gain=True), "gated": Maker(("up",), "F")}
 HF_NAMES = {
   "norm": "post_attention_layernorm.weight",
   "gate": "mlp.gate_proj.weight",
@@ -66,5 +75,5 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
 
 MIXER = Mixer(
   KEY, params, SITES, apply, hf_names=HF_NAMES, alignment=smooth_swiglu.alignment,
-  fold_channel_scales=smooth_swiglu.fold, activations=activations,
+  fold_channel_scales=smooth_swiglu.fold, activations=activations, makers=MAKERS,
 )  # fmt: skip

@@ -22,7 +22,7 @@ from fp8jax.errors import UserError
 from fp8jax.ptq.moments import Moments, product
 from fp8jax.quantization import quantize as quantize_lib
 from fp8jax.quantization import rounding
-from fp8jax.quantization.scaled_matrix import ScaledMatrix, expand, num_tiles
+from fp8jax.quantization.scaled_matrix import ScaledMatrix, expand, num_tiles, per_element
 from fp8jax.recipe.quant import CURRENT, WHOLE, Clamp, Quant, Quantile, Rms, Rounding
 
 Order = Literal["as_is", "by_activation"]
@@ -120,7 +120,7 @@ def _quantize(w_NK, gram_KK, damp, quant: Quant, block: int, order: Order):
   fixed_KN = scale = None
   if tile == WHOLE:
     scale = quantize_lib.scales(w_NK, quant)
-    fixed_KN = _per_element(scale, quant, w_NK.shape).T
+    fixed_KN = jnp.broadcast_to(per_element(scale, quant.tile, w_NK.shape), w_NK.shape).T
     fixed_KN, w_KN = (x if turns is None else x[turns] for x in (fixed_KN, w_KN))
   chunk = min(block, width) if tile == WHOLE else max(tile, block // tile * tile)
   pad = -width % chunk
@@ -135,13 +135,6 @@ def _quantize(w_NK, gram_KK, damp, quant: Quant, block: int, order: Order):
   if scale is None:
     scale = scales[: num_tiles(width, tile)].T
   return codes_KN.T.astype(quant.format.dtype), scale, jnp.all(jnp.isfinite(jnp.diagonal(u_KK)))
-
-
-def _per_element(scale, quant: Quant, shape):
-  """float32 [N, K] of scales per tile."""
-  for axis in (0, 1):
-    scale = expand(scale, axis, quant.tile[axis], shape[axis])
-  return jnp.broadcast_to(scale, shape)
 
 
 def _chunks(w_KN, u_KK, fixed_KN, tensor_amax, quant: Quant, chunk: int, tile: int):
@@ -195,8 +188,7 @@ def _columns(now, u, given, tensor_amax, quant: Quant, group: int):
     own = quantize_lib.scales(
       jax.lax.dynamic_slice_in_dim(state[0], start, group).T, quant, tensor_amax
     )
-    wide = expand(own, 0, quant.tile[0], rows)
-    wide = jnp.broadcast_to(wide.T, (group, rows))
+    wide = jnp.broadcast_to(expand(own, 0, quant.tile[0], rows).T, (group, rows))
     scale = jax.lax.dynamic_update_slice_in_dim(scale, wide, start, 0)
     state = jax.lax.fori_loop(start, start + group, column, (*state, scale))
     return state, of_tiles.at[number].set(own[:, 0])

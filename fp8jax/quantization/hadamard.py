@@ -39,7 +39,7 @@ def signs(size: int) -> np.ndarray:
 
 
 @functools.cache
-def _paley(order: int) -> np.ndarray:
+def paley(order: int) -> np.ndarray:
   """float32 [order, order] of ±1 with orthogonal rows: 12, 20 by Paley's first construction from
   the squares modulo order - 1, 28 by his second from those modulo 13."""
   prime = order - 1 if order % 8 == 4 and order != 28 else order // 2 - 1
@@ -104,7 +104,7 @@ def hadamard(x, size: int, axis: int, vector: Any = "fixed", *, inverse: bool = 
   blocks = y.shape[:-1]
   order = max(n for n in HADAMARD_ORDERS if size % n == 0 and _is_power(size // n))
   if order > 1:
-    matrix, parts = _paley(order), y.reshape(*blocks, -1, order)
+    matrix, parts = paley(order), y.reshape(*blocks, -1, order)
     matrix = matrix.T if inverse else matrix
     terms = [parts[..., k : k + 1] * matrix[k] for k in range(order)]
     y = functools.reduce(operator.add, terms).reshape(*blocks, size)

@@ -17,6 +17,7 @@ between two divisions.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -221,7 +222,7 @@ def _cast(x, quant: Quant, amax_axes, amaxes, key, with_values) -> scaled_matrix
   """ScaledMatrix of x as it lies; quant.tile and amax_axes are of x's two axes, amaxes are those
   that `quantize` was given."""
   amax, tensor_amax = amaxes
-  tiles = _tiles(x, quant)
+  tiles = tiled(x, quant)
   if quant.scale is Scale.ONE:
     scale = jnp.ones((1, 1))
   elif amax is None:
@@ -253,7 +254,7 @@ def _cast(x, quant: Quant, amax_axes, amaxes, key, with_values) -> scaled_matrix
   return scaled_matrix.ScaledMatrix(data, of_both, quant.tile, wide)
 
 
-def scales(x, quant: Quant, tensor_amax=None):
+def scales(x, quant: Quant, tensor_amax=None) -> Any:
   """float32 [tiles of rows, tiles of contraction]: the scales alone that `quantize` gives x.
 
   Args:
@@ -263,11 +264,11 @@ def scales(x, quant: Quant, tensor_amax=None):
   """
   if quant.scale is Scale.ONE:
     return jnp.ones((1, 1))
-  tiles = _tiles(x, quant)
+  tiles = tiled(x, quant)
   return _current_scale(tiles, _tile_amax(tiles), quant, x.shape, ((), ()), tensor_amax)
 
 
-def _tiles(x, quant: Quant):
+def tiled(x, quant: Quant):
   """float32 [tiles of rows, rows, tiles of columns, columns] of x, padded with zeros."""
   extents = tuple(n if t == WHOLE else t for n, t in zip(x.shape, quant.tile))
   pads = [(0, -n % t) for n, t in zip(x.shape, extents)]

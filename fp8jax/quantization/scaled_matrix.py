@@ -23,6 +23,13 @@ def expand(scale, axis: int, tile: int, extent: int):
   return jax.lax.slice_in_dim(repeated, 0, extent, axis=axis)
 
 
+def per_element(scale, tile: tuple[int, int], shape):
+  """Scales per tile as scales per element of a matrix; an axis that is WHOLE broadcasts."""
+  for axis in (0, 1):
+    scale = expand(scale, axis, tile[axis], shape[axis])
+  return scale
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScaledMatrix:
@@ -70,7 +77,5 @@ class ScaledMatrix:
     """[rows, contraction] = data * scale, computed in float32."""
     if self.values is not None:
       return self.values.astype(dtype)
-    scale = self.scale
-    for axis in (0, 1):
-      scale = expand(scale, axis, self.tile[axis], self.shape[axis])
+    scale = per_element(self.scale, self.tile, self.shape)
     return (self.in_one_piece().data.astype(jnp.float32) * scale).astype(dtype)
