@@ -1,5 +1,6 @@
 """Refusals of the sections that one job reads, in words."""
 
+import functools
 import os
 from typing import Any
 
@@ -11,6 +12,7 @@ from fp8jax.export import checks as export_checks
 from fp8jax.generation import api
 from fp8jax.generation.settings import Generate
 from fp8jax.phases import policy
+from fp8jax.ptq import methods
 from fp8jax.recipe import rules
 from fp8jax.step.train_spec import TrainSpec
 
@@ -38,6 +40,8 @@ def quantize_problems(c: Any) -> list[str]:
     "'compressed-tensors', 'modelopt' or 'hf-fp8-block'",
   )
   collected.file("quantize.text", c.quantize.text, "name a text file, or '' for training documents")
+  for text in c.quantize.methods:
+    collected.attempt(functools.partial(methods.by_name, text))
   return [*collected.found, *export_checks.problems(c)]
 
 

@@ -18,12 +18,11 @@ from fp8jax.export.fp8 import Stored, site_of
 from fp8jax.export.settings import Export
 from fp8jax.models.hf import names
 from fp8jax.ops import site_tree
+from fp8jax.ptq import methods
 from fp8jax.ptq import run as ptq_run
 from fp8jax.ptq.settings import Quantize
 from fp8jax.run import restore
 from fp8jax.step.train_spec import TrainSpec
-
-ROWS = "quantized_matrices.json"
 
 
 def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
@@ -65,8 +64,9 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
       if not console.is_terminal:
         print(f"{done}/{of} {line}", file=sys.stderr, flush=True)
 
+    chosen = methods.in_order(map(methods.by_name, q.methods))
     made = ptq_run.quantize(
-      loaded.spec, loaded.params, windows, q.methods, os.path.join(workdir, "quantize"), said
+      loaded.spec, loaded.params, windows, chosen, os.path.join(workdir, "quantize"), said
     )
   stored = codes_by_name(made, e)
   source = dataclasses.replace(source, params=made.params, stored=stored, inputs=made.inputs)
@@ -78,6 +78,14 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
     "largest_relative_error": max(errors.values(), default=0.0),
     "mean_relative_error": float(np.mean([*errors.values()])) if errors else 0.0,
   }  # fmt: skip
+
+
+def problems_of_spec(spec: TrainSpec) -> list[str]:
+  """Of the methods against the recipes and the model, in words."""
+  chosen = [methods.by_name(text) for text in spec.of(Quantize).methods]
+  recipes = site_tree.recipes_of(spec.sites())
+  of_layers = {name: recipe for name, recipe in recipes.items() if name.startswith("layers/")}
+  return methods.check(chosen, of_layers, spec.model)
 
 
 def codes_by_name(made: ptq_run.Quantized, e: Export) -> dict[str, Stored | None]:

@@ -125,7 +125,8 @@ JOBS = {
   "quantize": Job(
     quantize.run,
     Needs(
-      (Quantize, Export), checks.quantize_problems, of_weights=True, is_on_one_device=_always
+      (Quantize, Export), checks.quantize_problems, quantize.problems_of_spec, of_weights=True,
+      is_on_one_device=_always,
     ),
     option="out",
   ),

@@ -47,7 +47,8 @@ class CapturingSite(site_lib.Site):
 def capturing(site: site_lib.Site, tap, summary) -> CapturingSite:
   """A site like this one, not stacked, that hands out the summary of its input through `tap`."""
   fields = {f.name: getattr(site, f.name) for f in dataclasses.fields(site_lib.Site)}
-  return CapturingSite(**fields | {"tap": tap}, summary=summary)
+  fields["tap"] = tap
+  return CapturingSite(**fields, summary=summary)
 
 
 def dot(eqn: str, x, w, site: CapturingSite, out_dtype):
@@ -57,7 +58,8 @@ def dot(eqn: str, x, w, site: CapturingSite, out_dtype):
     ValueError: an einsum with batch letters.
   """
   fields = {f.name: getattr(site, f.name) for f in dataclasses.fields(site_lib.Site)}
-  plain = site_lib.Site(**fields | {"tap": np.zeros((3, 1), np.float32)})
+  fields["tap"] = np.zeros((3, 1), np.float32)  # observed by nobody
+  plain = site_lib.Site(**fields)
   spec = gemm_spec.make_spec(eqn, x, w, plain, out_dtype=out_dtype)
   if spec.letters.batch:
     raise ValueError(f"site {spec.name}: a product with batch letters has no one input matrix")

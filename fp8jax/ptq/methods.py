@@ -79,7 +79,7 @@ class Gptq:
   """
 
   damp: float = 0.01
-  order: str = "as_is"
+  order: gptq.Order = "as_is"
   block: int = 128
 
 

@@ -32,7 +32,7 @@ from fp8jax.ptq import layers as layers_lib
 from fp8jax.ptq.layers import MomentsOf
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.recipe.gemm import Gemm, Recipe
-from fp8jax.recipe.quant import CURRENT, Quant
+from fp8jax.recipe.quant import Quant
 from fp8jax.step.train_spec import TrainSpec
 
 
@@ -174,7 +174,7 @@ def _alike(recipes: Mapping[str, Recipe], layer: int, key: str, ws) -> dict[Quan
   for site in ws:
     quant = recipes[_name(layer, f"{key}/{site}")].fwd.rhs
     if quant is not None:
-      groups.setdefault(dataclasses.replace(quant, source=CURRENT), []).append(site)
+      groups.setdefault(apply.current(quant), []).append(site)
   return groups
 
 
@@ -219,7 +219,7 @@ def _header(spec: TrainSpec, params, windows, methods, recipes: Mapping[str, Rec
   digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in windows))
   of_recipes = {name: r.to_dict()["fwd"] for name, r in recipes.items()}
   return {
-    "model": spec.model.to_dict(), "text": digest.hexdigest(), "methods": list(map(str, methods)),
+    "model": spec.model.to_dict(), "text": digest.hexdigest(), "methods": list(map(repr, methods)),
     "weights": [repr(float(x)) for x in jax.device_get(sums(leaves))], "recipes": of_recipes,
     "compute": [spec.run.dtype.name, spec.run.attention],
   }  # fmt: skip
@@ -238,7 +238,7 @@ class _Kept:
     return os.path.join(self.folder, f"layer_{layer}.npz")
 
   def write(self, layer: int, one: _Layer):
-    arrays = {f"params/{path}": params_lib.on_host(x)
+    arrays: dict[str, Any] = {f"params/{path}": params_lib.on_host(x)
               for path, x in params_lib.flatten(one.params).items()}  # fmt: skip
     for path, codes in one.codes.items():
       data = params_lib.on_host(codes.data)

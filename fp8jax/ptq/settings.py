@@ -9,10 +9,10 @@ from fp8jax.keys import NOTHING, key, section
 class Quantize:
   """How --job=quantize chooses the codes; precision.rules say in which formats."""
 
-  methods: tuple[str, ...] = key((), "Applied in order: () rounds to the nearest. Before codes: "
-    '"rotate", "equalize", "smoothquant(alpha=0.5)", "awq". For codes, one of "gptq(damp=0.01)" and '
-    '"learned_rounding". After them: "bias_correction".')
-  tokens: int = key(32768, "of calibration, whole windows of seq_len", least=1)
+  methods: tuple[str, ...] = key((), "Of fp8jax/ptq/methods.py; () rounds to the nearest. "
+    '"rotate", "equalize", "smooth_quant(alpha=0.5)" and "awq" change weights before that; '
+    '"gptq(damp=0.01)" and "learned_rounding" choose codes; "bias_correction" comes after them.')
+  tokens: int = key(32768, "of calibration, in whole windows of seq_len", least=1)
   text: str = key("", 'text file to calibrate on; "": training documents, as the data come')
 
 
