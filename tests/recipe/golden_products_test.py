@@ -32,7 +32,7 @@ from fp8jax.recipe.papers import PAPERS
 from fp8jax.recipe.quant import Quant
 
 # A grid of no dtype, in blocks; bits cut off; constant factors; logarithms.
-_SOFT = Gemm(*[Quant(formats.by_name("e4m4"), (1, 32))] * 2)
+_SOFT = Gemm(*[Quant(formats.by_name("e4m4"), (1, 32))] * 2, 32)
 OTHERS = {"e4m4": Recipe("e4m4", _SOFT, _SOFT, _SOFT)} | {
   name: PAPERS[name] for name in ("mask_e8m4", "unit_scaling", "lns8")
 }
