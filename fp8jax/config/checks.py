@@ -81,10 +81,8 @@ def scaling_problems(c: Any, optim: OptimizerConfig, model: ModelConfig) -> list
   clips = [f"optim.{key}" for key in ("grad_clip_norm", "clip_groups") if getattr(optim, key)]
   if model.unit_scaling != "none" and clips:
     texts.append(
-      f"{' and '.join(clips)} with model.unit_scaling={model.unit_scaling!r}: its "
-      "factors give each gradient a deviation near 1, so that norms are roots of numbers of "
-      "parameters and every step would be clipped; set optim.grad_clip_norm=0.0 and "
-      "optim.clip_groups=()"
+      f"{' and '.join(clips)} with model.unit_scaling={model.unit_scaling!r}: its gradients are "
+      "so large that every step would be clipped; set optim.grad_clip_norm=0.0, optim.clip_groups=()"
     )
   if optim.base_width and model.lora is not None:
     texts.append(

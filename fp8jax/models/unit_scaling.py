@@ -24,9 +24,8 @@ def parameter(w, uses: int, cfg: ModelConfig, run: ComputeConfig):
   Args:
     uses: elements of the result that it makes of a microbatch.
   """
-  if cfg.unit_scaling != "all":
-    return w
-  return scale_bwd(w, math.sqrt(w.size / (uses * run.layout.microbatches)))
+  share = w.size / (uses * run.layout.microbatches)
+  return scale_bwd(w, math.sqrt(share)) if cfg.unit_scaling == "all" else w
 
 
 def head(h_BLD, head, cfg: ModelConfig, run: ComputeConfig):
@@ -44,10 +43,9 @@ def loss_gain(cfg: ModelConfig) -> float:
 
 
 def mean(loss, total, cfg: ModelConfig):
-  """A step's mean; its gradient is that of the sum, so that each token's keeps its size.
+  """The part of a step's mean that is a microbatch's sum of losses; its gradient is the sum's.
 
   Args:
-    loss: sum over tokens of the step, or of one of its microbatches.
     total: weight of all tokens of the step.
   """
   return (loss if cfg.unit_scaling == "none" else scale_bwd(loss, total)) / total
@@ -64,11 +62,10 @@ def attention_gain(length: int) -> float:
 
 
 def attention(mixed, cfg: ModelConfig):
-  """Attention's output, by a factor of `max_positions`.
+  """Attention's output by a factor of max_positions, which training should have as its length.
 
-  The library of arXiv:2407.17465 takes the length of the sequence at hand. A model would then be
-  another function in generation, of one token, than in training: so train at max_positions. The
-  factor grows as the root of the length, from 4.3 at 256 to 7.6 at 1,024.
+  The library of arXiv:2407.17465 takes the length at hand, so that generation, token by token,
+  would be another function. The factor grows nearly as its root: 4.3 at 256, 7.6 at 1,024.
   """
   if cfg.unit_scaling != "all":
     return mixed
