@@ -26,6 +26,7 @@ from fp8jax.export import checks, write
 from fp8jax.export import folder as export_folder
 from fp8jax.export import fp8 as fp8_export
 from fp8jax.export import gate as export_gate
+from fp8jax.export import served_pass
 from fp8jax.jobs import dispatch, table
 from fp8jax.kernels.choose import Device
 from fp8jax.models import presets, transformer
@@ -94,34 +95,53 @@ if "import_module" in script and "transformers" in arguments:
   print(json.dumps({"transformers": "5"}))
 else:
   shutil.copyfile("LOGITS", arguments[2])
+  print('{"quantized": FOUND}')
 """
 
 
-@pytest.mark.parametrize("spoil", [False, True])
+SPOILT = {
+  "weights": "transformers computes another model from the weights than fp8jax reads in the folder",
+  "activations": "transformers computes another model from the activations than fp8jax reads",
+  "count": "has 13 quantized matrices, and the folder 14: it fell back to unquantized weights",
+}
+
+
+@pytest.mark.parametrize("spoil", ["", *SPOILT])
 def test_export_writes_fp8_that_both_readers_pass_and_nothing_otherwise(
   export, source, tmp_path, monkeypatch, spoil
 ):
   logits = tmp_path / "logits.npy"
   client = export_gate.Gate.client
 
-  def watched(gate, folder, versions):
-    found = np.concatenate([*gate.source()])
-    np.save(logits, -found if spoil else found)
-    return client(gate, folder, versions)
+  def watched(gate, folder, versions, read, plan):
+    params = served_pass.as_client_has(read(folder), plan, gate._spec)
+    ours = np.concatenate([*gate._logits(params)])
+    sign = np.where([spoil == "activations", spoil == "weights"], -1, 1)
+    np.save(logits, np.stack([ours * s for s in sign]))
+    return client(gate, folder, versions, read, plan)
 
   monkeypatch.setattr(export_gate.Gate, "client", watched)
-  script = _script(tmp_path / "python", CLIENT.replace("LOGITS", str(logits)))
-  done = export(**FP8, **{"export.client_python": script})
+  script = CLIENT.replace("LOGITS", str(logits)).replace(
+    "FOUND", "13" if spoil == "count" else "14"
+  )
+  form = {"export.format": "compressed-tensors"} if spoil == "count" else FP8
+  done = export(**form, **{"export.client_python": _script(tmp_path / "python", script)})
   assert not (tmp_path / "target.part").exists()
   if spoil:
     assert done.code == 1 and not done.target.exists()
-    assert "refused, nothing was written: read by transformers, the model differs" in done.stderr
+    assert f"refused, nothing was written: {SPOILT[spoil]}" in done.stderr or spoil == "count"
+    assert SPOILT[spoil] in done.stderr, done.stderr
     return
   assert done.code == 0, done.stderr
   result = json.loads(done.stdout)
   gate = result.pop("gate")
-  assert gate["transformers"] == {"kl": 0.0, "dlogp": 0.0, "top1": 1.0, "transformers": "5"}
-  assert 0 < gate["fp8jax"]["kl"] < 0.05 < 0.6 < gate["fp8jax"]["top1"]
+  assert gate["fidelity"]["kl"] == 0 < gate["fidelity"]["bound"] < 1e-9
+  assert gate["transformers"]["transformers"] == "5"
+  for reader in ("fp8jax", "served", "transformers"):
+    row = gate[reader]
+    assert 0 < row["low"] <= row["kl"] <= row["high"] < 0.05 < 0.6 < row["top1"]
+  # Activations of 4 significant bits cost something, and no more than their bound.
+  assert 0 < gate["fidelity"]["served_kl"] < gate["fidelity"]["served_bound"] < 0.1
   assert gate["noise_floor"]["kl"] < 1e-6 < gate["fp8jax"]["kl"] < gate["fp8jax"]["dlogp"]
   rows = json.loads((done.target / "fp8_matrices.json").read_text())["rows"]
   _check_rows(rows, source, done.target)
@@ -194,7 +214,7 @@ def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
       "model.num_kv_heads": 1}, "a Llama with model.hidden_size no multiple of model.num_heads"),
     ({"weights.hf": "", "init.hf": "", "model.preset": "debug", "model.init_std": 2.0},
      "a Llama with model.init_std above 1 is refused by transformers"),
-    ({"weights.hf": "", "export.format": "compressed-tensors"},
+    ({"weights.hf": "", "export.format": "compressed-tensors", "export.strategy": "channel"},
      "recipe 'block_128' multiplied weights as e4m3 128x128 f32"),
     ({"weights.hf": "", "export.format": "hf-fp8-block", "export.scale_fmt": "ue8m0"},
      "Set export.scale_fmt='auto' to keep"),
@@ -258,7 +278,7 @@ PROBED = "import json, sys\nif 'import_module' in sys.argv[2]: print('{\"torch\"
     (PROBED + RAISES, "cannot read the folder: KeyError: 'a' and more", False),
     (PROBED + "raise ImportError('Using `fp8` requires accelerate')",
      "cannot read the folder: ImportError: Using `fp8` requires accelerate; ", True),
-    (PROBED + "print('done')", "cannot read the folder: it wrote no logits of shape (2, 32, 512)",
+    (PROBED + "print('done')", "cannot read the folder: it wrote no logits of shape (2, 2, 32, 512)",
      False),
     (PROBED + "__import__('numpy').save(sys.argv[5], [1.0])", "it wrote no logits of shape", False),
   ],
@@ -391,7 +411,8 @@ def test_an_fp8_folder_exported_again_in_its_format_is_the_same_to_the_byte(
     assert (done.target / name).read_bytes() == (mixed / name).read_bytes(), name
   result = json.loads(done.stdout)
   assert result["codes_of_folder"] == result["fp8_matrices"] == 14
-  assert result["gate"]["fp8jax"] == {"kl": 0.0, "dlogp": 0.0, "top1": 1.0}
+  same = {"kl": 0.0, "low": 0.0, "high": 0.0, "dlogp": 0.0, "top1": 1.0}
+  assert result["gate"]["fp8jax"] == same
   # Other scales would be other codes: refused, or asked for.
   other = {"export.format": "compressed-tensors", "export.strategy": "tensor"}
   if form.get("export.strategy") == "tensor":
