@@ -11,16 +11,17 @@ import rich.progress
 
 from fp8jax import console as console_lib
 from fp8jax.data import batch_sharding, text_files
-from fp8jax.errors import UserError
+from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.evaluation import divergence
 from fp8jax.export import build, checks, served
 from fp8jax.export.fp8 import Stored, site_of
 from fp8jax.export.settings import Export
-from fp8jax.models.hf import names
+from fp8jax.models.hf import names, schemes
 from fp8jax.ops import site_tree
-from fp8jax.ptq import methods
+from fp8jax.ptq import apply, methods
 from fp8jax.ptq import run as ptq_run
 from fp8jax.ptq.settings import Quantize
+from fp8jax.recipe.gemm import Recipe
 from fp8jax.run import restore
 from fp8jax.step.train_spec import TrainSpec
 
@@ -81,16 +82,34 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
 
 
 def problems_of_spec(spec: TrainSpec) -> list[str]:
-  """Of the methods against the recipes and the model, in words."""
+  """Of the methods against the recipes and the model, and of recipes that no server has."""
   chosen = [methods.by_name(text) for text in spec.of(Quantize).methods]
   recipes = site_tree.recipes_of(spec.sites())
   of_layers = {name: recipe for name, recipe in recipes.items() if name.startswith("layers/")}
-  return methods.check(chosen, of_layers, spec.model)
+  problems = ConfigErrors()
+  for recipe in dict.fromkeys(of_layers.values()):
+    if recipe.fwd.rhs is not None:
+      problems.attempt(functools.partial(_scheme, recipe, spec.of(Export)))
+  return [*problems.found, *methods.check(chosen, of_layers, spec.model)]
+
+
+def _scheme(recipe: Recipe, e: Export) -> schemes.Scheme:
+  """The scheme that a recipe's weights are written in.
+
+  Raises:
+    ValueError: servers have no such product.
+  """
+  of_section, fwd = checks.scheme(e), recipe.fwd
+  assert of_section is not None and fwd.rhs is not None
+  try:
+    return served.scheme(fwd.rhs, fwd.lhs, of_section.method)
+  except ValueError as error:
+    raise ValueError(f"precision.rules: recipe {recipe.name!r}: {error}") from error
 
 
 def codes_by_name(made: ptq_run.Quantized, e: Export) -> dict[str, Stored | None]:
   """{weight's name: its codes as an export has them, or None where it stays in 16 bits}."""
-  recipes, method = site_tree.recipes_of(made.spec.sites()), checks.scheme(e).method
+  recipes = site_tree.recipes_of(made.spec.sites())
   stored: dict[str, Stored | None] = {}
   for entry in names.entries(made.spec.model):
     if entry.layer is None or entry.inputs is None:
@@ -98,10 +117,9 @@ def codes_by_name(made: ptq_run.Quantized, e: Export) -> dict[str, Stored | None
     site = site_of(entry)
     stored[entry.name] = None
     if site in made.codes:
-      fwd = recipes[site].fwd
-      scheme = served.scheme(fwd.rhs, fwd.lhs, method)
-      read = functools.partial(_read, made, site)
-      stored[entry.name] = Stored(fwd.rhs, read, None, made.tensor_scales[site], scheme)
+      scheme, read = _scheme(recipes[site], e), functools.partial(_read, made, site)
+      quant = apply.current(recipes[site].fwd.rhs)
+      stored[entry.name] = Stored(quant, read, None, made.tensor_scales[site], scheme)
   return stored
 
 

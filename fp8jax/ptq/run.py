@@ -209,6 +209,18 @@ def _place(name: str) -> tuple[int, str]:
   return int(layer), path
 
 
+def multiplied(made: Quantized):
+  """The parameters with the numbers of all codes, float32 on the host: to measure a format with."""
+  layers = {key: dict(of) for key, of in made.params["layers"].items()}
+  for name, read in made.codes.items():
+    layer, path = _place(name)
+    key, _, of = path.partition("/")
+    stack = np.array(layers[key][of])
+    stack[layer] = layers_lib.weight(np.asarray(read().dequantize()), stack[layer])
+    layers[key][of] = stack
+  return {**made.params, "layers": layers}
+
+
 # --- layers that are done ------------------------------------------------------------------------
 
 

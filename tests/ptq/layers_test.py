@@ -1,6 +1,5 @@
 """Moments of the inputs of every linear layer against a float64 forward pass."""
 
-
 import numpy as np
 import numpy_model
 import pytest

@@ -1,0 +1,113 @@
+"""--job=quantize: from a folder to a folder that is read back, and what it refuses."""
+
+import dataclasses
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from configs import base, debug
+from fp8jax import params as params_lib
+from fp8jax.export import write
+from fp8jax.jobs import dispatch
+from fp8jax.models import presets, transformer
+from fp8jax.models.hf import weights as hf_weights
+
+SIZES = dict(
+  hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, head_dim=64, num_layers=2
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+  """A Hugging Face folder of random weights whose sizes are multiples of 128."""
+  folder = tmp_path_factory.mktemp("source")
+  cfg = dataclasses.replace(presets.DEBUG, **SIZES, init_std=0.05)
+  weights = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
+  write.save(str(folder), write.model(weights, cfg, "bfloat16"))
+  (folder / "tokenizer_config.json").write_text("{}")
+  return folder
+
+
+@pytest.fixture
+def quantize(source, tmp_path, monkeypatch, capsys):
+  """The job in this process: (exit code, its printed result, stderr, the folder)."""
+  monkeypatch.setattr(jax, "device_count", lambda: 1)
+  text = tmp_path / "text.txt"
+  text.write_text("every layer is quantized for the inputs that it will see; " * 40)
+
+  def run(recipe="w4a16", out=tmp_path / "target", **changes):
+    c = debug.get_config()
+    changes = {
+      "model.preset": "hf", "init.hf": "", "weights.hf": str(source), "data.tokenizer": "bytes",
+      "seq_len": 64, "eval.batch": 4, "global_batch": 2, "export.gate_tokens": 64,
+      "export.format": "compressed-tensors", "export.max_kl": 5.0, "quantize.tokens": 512,
+      "precision.rules": (("layers/.*", recipe), ("head", "bf16")), "quantize.text": str(text),
+    } | changes  # fmt: skip
+    c.update_from_flattened_dict(changes)
+    capsys.readouterr()
+    code = dispatch.run(
+      "quantize", c, base.get_config(), "configs/debug.py", str(tmp_path / "run"), out=str(out)
+    )
+    printed, err = capsys.readouterr()
+    made = json.loads(printed[printed.index("{") :]) if not code else None
+    return types.SimpleNamespace(code=code, made=made, stderr=err, target=out)
+
+  return run
+
+
+def test_a_folder_becomes_a_folder_of_codes_and_of_the_same_function(quantize, source, tmp_path):
+  done = quantize(**{"quantize.methods": ("rotate", "gptq")})
+  assert not done.code, done.stderr
+  assert done.made["methods"] == ["rotate", "gptq"] and done.made["calibration_tokens"] == 512
+  assert 0 < done.made["gate"]["fp8jax"]["kl"] < 0.1
+  assert "1/2 layer 0" in done.stderr and "2/2 layer 1" in done.stderr
+  tensors = safetensors.numpy.load_file(done.target / "model.safetensors")
+  stem = "model.layers.1.mlp.down_proj."
+  assert {n.removeprefix(stem) for n in tensors if n.startswith(stem)} == {
+    "weight_packed", "weight_scale", "weight_shape"
+  }  # fmt: skip
+  assert tensors[stem + "weight_packed"].shape == (128, 256 // 8)
+  # A rotation unties the head, and folds the gains of the norms.
+  assert "lm_head.weight" in tensors
+  assert not json.loads((done.target / "config.json").read_text())["tie_word_embeddings"]
+  np.testing.assert_array_equal(tensors["model.norm.weight"].astype(np.float32), 1.0)
+  # Nothing of the work is left, and codes are codes: eight levels of either sign.
+  assert not [*(tmp_path / "run" / "quantize").iterdir()]
+  read = hf_weights.Folder(str(done.target)).read_float(stem + "weight")
+  scale = tensors[stem + "weight_scale"].astype(np.float32)
+  codes = read / np.repeat(scale, 128, 1)
+  np.testing.assert_allclose(codes, np.rint(codes), atol=1e-4)
+  assert abs(codes).max() <= 8
+  # Its codes are not rounded again unless that is asked for.
+  again = quantize(out=tmp_path / "again", **{"weights.hf": str(done.target)})
+  assert again.code and "holds codes already" in again.stderr
+
+
+REFUSED = {
+  "no such method": ({"quantize.methods": ("gptk",)}, "did you mean 'gptq'"),
+  "two ways to codes": (
+    {"quantize.methods": ("gptq", "learned_rounding")}, "each choose the codes"
+  ),
+  "outliers of no activations": ({"quantize.methods": ("smooth_quant",)}, "Take awq()"),
+  "a method that a format cannot": (
+    {"quantize.methods": ("learned_rounding",),
+     "precision.rules": (("layers/.*", "lns8"), ("head", "bf16"))}, "logarithmic",
+  ),
+  "no text": ({"quantize.text": "nowhere.txt"}, "quantize.text"),
+  "too little text": ({"quantize.tokens": 100_000}, "set quantize.tokens=2304"),
+  "nothing to write codes in": ({"export.format": "hf-bf16"}, "holds no codes"),
+  "a format that no server reads": (
+    {"precision.rules": (("layers/.*", "e3m4_30_dynamic"), ("head", "bf16"))}, "take fp8_dynamic"
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, words", REFUSED.values(), ids=REFUSED)
+def test_what_makes_no_sense_is_refused_before_the_work(quantize, changes, words):
+  done = quantize(**changes)
+  assert done.code == 1 and words in done.stderr and "layer 0" not in done.stderr, done.stderr
+  assert not done.target.exists()
