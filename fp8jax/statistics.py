@@ -90,7 +90,7 @@ def wilson(successes: float, n: int) -> Interval:
 
 def bootstrap(
   scores_I: np.ndarray, weights_I: np.ndarray | None = None, resamples: int = RESAMPLES,
-  seed: int = 0,
+  seed: int = 0, count: int = 1,
 ) -> Interval:  # fmt: skip
   """The percentile bootstrap of sum(scores) / sum(weights) over items (Efron 1979).
 
@@ -98,6 +98,7 @@ def bootstrap(
     scores_I: one number per item: the mean of its samples, its pass@k, its sum of losses.
     weights_I: of every item, its tokens, say; None: the mean over items.
     seed: of the resampling; the same seed gives the same interval.
+    count: of intervals that are to hold together (Bonferroni).
 
   Raises:
     ValueError: no item, other shapes, or weights whose sum is not positive.
@@ -118,7 +119,7 @@ def bootstrap(
       sums = pairs[:, chosen].sum(-1)
       ratios.append(sums[0] / np.where(sums[1] > 0, sums[1], np.nan))
   ratios = np.concatenate(ratios)
-  low, high = _quantiles(ratios[np.isfinite(ratios)])
+  low, high = _quantiles(ratios[np.isfinite(ratios)], count)
   return Interval(float(pairs[0].sum() / pairs[1].sum()), low, high, "bootstrap")
 
 
@@ -351,8 +352,8 @@ def _matrix(scores_IJ: np.ndarray) -> np.ndarray:
   return scores_IJ
 
 
-def _quantiles(values: np.ndarray) -> tuple[float, float]:
-  tail = (1 - CONFIDENCE) / 2
+def _quantiles(values: np.ndarray, count: int = 1) -> tuple[float, float]:
+  tail = (1 - CONFIDENCE) / 2 / count
   low, high = np.quantile(values, (tail, 1 - tail))
   return float(low), float(high)
 

@@ -43,7 +43,9 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
            spec.weights.hf: "the folder of weights.hf"}  # fmt: skip
   versions = build.check_place(spec, target, never)
   texts = divergence.batches(spec, divergence.Wanted(e.gate_tokens, e.gate_text, "export.gate_"))
-  windows = calibration_windows(spec)
+  chosen = methods.in_order(map(methods.by_name, q.methods))
+  products = [recipe.fwd for recipe in site_tree.recipes_of(spec.sites()).values()]
+  windows = calibration_windows(spec) if apply.reads_text(chosen, products) else []
   loaded = restore.load_weights(spec, workdir, has_scales=False)
   if spec.weights.hf:
     source = build.of_folder(loaded)
@@ -65,7 +67,6 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
       if not console.is_terminal:
         print(f"{done}/{of} {line}", file=sys.stderr, flush=True)
 
-    chosen = methods.in_order(map(methods.by_name, q.methods))
     made = ptq_run.quantize(
       loaded.spec, loaded.params, windows, chosen, os.path.join(workdir, "quantize"), said
     )
@@ -73,12 +74,11 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
   source = dataclasses.replace(source, params=made.params, stored=stored, inputs=made.inputs)
   result = build.build(made.spec, made.spec, source, target, texts, versions)
   made.discard()
-  errors = {name: row["error"] for name, row in made.rows.items()}
-  return result | {
-    "methods": list(q.methods), "calibration_tokens": int(sum(w.size for w in windows)),
-    "largest_relative_error": max(errors.values(), default=0.0),
-    "mean_relative_error": float(np.mean([*errors.values()])) if errors else 0.0,
-  }  # fmt: skip
+  calibrated = {"methods": list(q.methods), "calibration_tokens": sum(w.size for w in windows)}
+  if errors := [row["error"] for row in made.rows.values() if "error" in row]:
+    calibrated["largest_relative_error"] = max(errors)
+    calibrated["mean_relative_error"] = float(np.mean(errors))
+  return result | calibrated
 
 
 def problems_of_spec(spec: TrainSpec) -> list[str]:

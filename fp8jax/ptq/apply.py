@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,20 @@ from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Scale
 Methods = Sequence[methods.Method]
 # {mixer: {name: float32}} of one layer.
 OfLayer = dict[str, dict[str, Any]]
+
+
+_READERS = (*methods.CHANNELS, methods.Gptq, methods.LearnedRounding, methods.BiasCorrection)
+
+
+def reads_text(chosen: Methods, products: Iterable[Gemm]) -> bool:
+  """Whether a calibration decides on anything: codes, or static scales of inputs."""
+  is_static = any(gemm.lhs is not None and is_static_input(gemm.lhs) for gemm in products)
+  return is_static or any(isinstance(method, _READERS) for method in chosen)
+
+
+def is_static_input(quant: Quant) -> bool:
+  """Whether a folder has a scale of the activations: a static one, or that of two levels."""
+  return quant.source != CURRENT or quant.scale is Scale.E4M3_OVER_F32
 
 
 def to_model(model: ModelConfig, params, chosen: Methods) -> tuple[ModelConfig, Any]:

@@ -80,7 +80,9 @@ def quantize(
   kept = _Kept(folder, _header(spec, params, windows, methods, recipes))
   model, params = apply.to_model(spec.model, stored_params.dequantize_tree(params), methods)
   spec = dataclasses.replace(spec, model=model, declaration=transformer.params(model))
-  text = layers_lib.Layers(spec, params, windows)
+  of_layers = [r.fwd for name, r in recipes.items() if name.startswith("layers/")]
+  reads = apply.reads_text(methods, of_layers)
+  text = layers_lib.Layers(spec, params, windows) if reads else None
   done, inputs, rows, factors = [], {}, {}, {}
   for layer in range(model.num_layers):
     began = time.monotonic()
@@ -88,14 +90,15 @@ def quantize(
     if one is None:
       one = _layer(spec, layers_lib.layer_of(params, layer), text, methods, recipes, layer)
       kept.write(layer, one)
-    text.advance(_multiplied(one, model))
+    if text is not None:
+      text.advance(_multiplied(one, model))
     done.append(one.params)
     inputs |= {(_name(layer, path), "x"): amax for path, amax in one.inputs.items()}
     rows |= {_name(layer, path): row for path, row in one.rows.items()}
     factors |= {_name(layer, path): factor for path, factor in one.tensor_scales.items()}
-    error = max((row["error"] for row in one.rows.values()), default=0.0)
-    line = f"layer {layer}: {time.monotonic() - began:.1f} s, largest relative error {error:.3g}"
-    said(layer + 1, model.num_layers, line)
+    errors = [row["error"] for row in one.rows.values() if "error" in row]
+    error = f", largest relative error {max(errors):.3g}" if errors else ""
+    said(layer + 1, model.num_layers, f"layer {layer}: {time.monotonic() - began:.1f} s{error}")
   codes = {name: functools.partial(kept.codes, *_place(name)) for name in rows}
   params = layers_lib.with_layers(params, done)
   return Quantized(spec, params, codes, factors, inputs, rows, kept.discard)
@@ -121,23 +124,26 @@ class _Layer:
 
 
 def _layer(
-  spec: TrainSpec, own, text: layers_lib.Layers, methods: apply.Methods,
+  spec: TrainSpec, own, text: layers_lib.Layers | None, methods: apply.Methods,
   recipes: Mapping[str, Recipe], layer: int,
 ) -> _Layer:  # fmt: skip
   """A layer's matrices, those that read one input and are quantized alike as one.
 
   Servers multiply these as one and read them under one scale, where a tensor has one.
+
+  Args:
+    text: None: nothing is calibrated.
   """
-  moments = text.moments(own)
+  moments = text.moments(own) if text else {}
   _check(moments, layer)
   own, moments = apply.to_layer(own, moments, _products(recipes, layer), methods, spec.model)
   made = _Layer({key: dict(of) for key, of in own.items()}, {}, {}, {}, {})
   for mixer in transformer.mixers(spec.model):
     inputs = {name: p.inputs or 0 for name, p in mixer.params(spec.model).items()}
     for name, sites in sites_by_input(mixer).items():
-      of_input = moments[mixer.key][name]
+      of_input: Any = moments[mixer.key][name] if text else None
       ws = {site: layers_lib.matrix(own[mixer.key][site], inputs[site]) for site in sites}
-      for site in sites:
+      for site in sites if of_input else ():
         made.inputs[f"{mixer.key}/{site}"] = float(jnp.max(of_input.amax_K))
       for quant, group in _alike(recipes, layer, mixer.key, ws).items():
         names = [f"{mixer.key}/{site}" for site in group]
@@ -147,7 +153,7 @@ def _layer(
         factor = apply.tensor_scale([ws[site] for site in group], quant)
         made.tensor_scales.update(dict.fromkeys(names, factor))
         for site, path in zip(group, names, strict=True):
-          made.rows[path] = _row(ws[site], made.codes[path], of_input)
+          made.rows[path] = _row(ws[site], made.codes[path], of_input) if of_input else {}
           made.params[mixer.key] |= apply.to_biases(
             own[mixer.key], site, ws[site], made.codes[path], of_input, methods
           )

@@ -98,7 +98,9 @@ REFUSED = {
      "precision.rules": (("layers/.*", "lns8"), ("head", "bf16"))}, "logarithmic",
   ),
   "no text": ({"quantize.text": "nowhere.txt"}, "quantize.text"),
-  "too little text": ({"quantize.tokens": 100_000}, "set quantize.tokens=2304"),
+  "too little text": (
+    {"quantize.tokens": 100_000, "quantize.methods": ("gptq",)}, "set quantize.tokens=2304"
+  ),
   "nothing to write codes in": ({"export.format": "hf-bf16"}, "holds no codes"),
   "a format that no server reads": (
     {"precision.rules": (("layers/.*", "e3m4_30_dynamic"), ("head", "bf16"))}, "take fp8_dynamic"

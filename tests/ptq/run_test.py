@@ -96,7 +96,7 @@ def test_to_the_nearest_codes_are_those_of_the_format_and_fused_ones_share_a_sca
   ]
   made = quantized(model, tmp_path, rules)
   assert "layers/1/mlp/down" not in made.codes and len(made.codes) == 13
-  assert ("layers/1/mlp/down", "x") in made.inputs
+  assert ("layers/1/mlp/down", "x") in made.inputs  # "fp8" has static scales of inputs
   # Two levels: one factor for q, k and v, that of their common amax.
   of_qkv = [np.asarray(params["layers"]["attn"][name][0]).reshape(128, -1).T for name in "qkv"]
   amax = max(abs(w).max() for w in of_qkv)
@@ -121,7 +121,7 @@ def test_folds_leave_the_function_and_help_the_codes(model, tmp_path, texts):
   params, windows = model
   rules = [("layers/.*", "w4afp8_g64")]
   made = quantized(model, tmp_path, rules, *texts)
-  plain = quantized(model, tmp_path, rules)
+  plain = quantized(model, tmp_path, rules, "learned_rounding(steps=1)")
 
   def logits(spec, params):
     positions = np.broadcast_to(np.arange(32, dtype=np.int32), windows[0].shape)
