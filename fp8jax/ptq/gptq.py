@@ -78,7 +78,7 @@ def quantize(
     )
   rows, width = w_NK.shape
   tile = quant.tile[1]
-  if tile != WHOLE and width % tile and isinstance(quant.clip, Rms | Quantile):
+  if WHOLE < tile < width and width % tile and isinstance(quant.clip, Rms | Quantile):
     raise UserError(
       f"gptq to {quant}: {width} columns have a partial tile, whose statistics padding would "
       "change; take clip Largest or LeastError, or a tile that divides"

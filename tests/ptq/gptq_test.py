@@ -178,7 +178,9 @@ def test_refusals_say_what_to_do():
     gptq.quantize(w, broken, Quant(INT4, (1, 16)))
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+  "name", ["int4", *(pytest.param(n, marks=SLOW) for n in ("int8", "float8_e4m3fn"))]
+)
 def test_loss_is_that_of_qwix(name):
   """Within 1 % of another implementation of the paper, and its margin over the nearest codes."""
   golden = json.loads((GOLDEN / "qwix.json").read_text())["loss"][name]

@@ -11,7 +11,7 @@ from fp8jax import formats
 from fp8jax.errors import UserError
 from fp8jax.ptq import awq, bias, learned_rounding, moments, smooth
 from fp8jax.quantization import quantize
-from fp8jax.recipe.quant import Quant, Scale
+from fp8jax.recipe.quant import Largest, Quant, Scale
 
 INT4, E2M1 = formats.INT4, formats.E2M1
 GRID = 20
@@ -54,7 +54,7 @@ def test_awq_takes_the_best_ratio_of_its_grid(seed):
   assert losses[chosen] <= losses.min() * (1 + TIE)
   assert 0 < losses[chosen] < 0.9 * losses[0]
   # A code next to a tie may differ: few of these are, and the rest of the sum is exact.
-  np.testing.assert_allclose(made.losses, losses, rtol=5e-3)
+  np.testing.assert_allclose(made.losses, losses, rtol=1e-3)
   s = mean[mean > 0] ** (chosen / GRID)
   np.testing.assert_allclose(
     np.asarray(made.scale_K)[mean > 0], s / np.sqrt(s.max() * s.min()), rtol=1e-5
@@ -85,7 +85,9 @@ def test_awq_clips_every_tile_where_its_own_error_is_least():
   assert len(shares) > 3
 
 
-@pytest.mark.parametrize("quant", [Quant(INT4, (1, 8)), Quant(E2M1, (1, 4), Scale.FLOOR)], ids=str)
+@pytest.mark.parametrize(
+  "quant", [Quant(INT4, (1, 8), clip=Largest(0.6)), Quant(E2M1, (1, 4), Scale.FLOOR)], ids=str
+)
 def test_learned_rounding_comes_near_the_best_of_all(quant):
   """Of 2^8 roundings a row the best in float64 is a bound; the way there is monotone."""
   (w, _), x = _case(3, n=16, k=8)
