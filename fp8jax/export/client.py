@@ -61,14 +61,16 @@ model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
 rows, made = numpy.load(tokens), []
 with torch.no_grad():
   if narrow:
-    model(torch.zeros(1, 1).long())
+    model(torch.zeros(1, 1).long(), use_cache=False)
     torch.nn.Module.float(model)
   for enabled in (True, False):
     for module in model.modules():
       if getattr(module, "quantization_scheme", None) is not None:
         module.quantization_enabled = enabled
-    made.append(numpy.stack(
-      [model(torch.from_numpy(row[None]).long()).logits[0].float().numpy() for row in rows]))
+    # A cache may quantize keys and values.
+    made.append(numpy.stack([
+      model(torch.from_numpy(row[None]).long(), use_cache=False).logits[0].float().numpy()
+      for row in rows]))
 numpy.save(target, numpy.stack(made))
 schemes = [getattr(m, "quantization_scheme", None) for m in model.modules()]
 print(json.dumps({"quantized": sum(getattr(s, "weights", None) is not None for s in schemes)}))

@@ -198,7 +198,7 @@ def test_a_served_recipe_reads_back_as_what_its_product_multiplies(
   tmp_path, weights, recipe, method
 ):
   recipes, sites = _recipes(("layers/.*", recipe))
-  default = Scheme(MODELOPT, schemes.NVFP4, schemes.NVFP4) if method == MODELOPT else None
+  default = Scheme(MODELOPT, schemes.NVFP4, schemes.NVFP4_INPUTS) if method == MODELOPT else None
   plan, rows = _write(tmp_path, weights, recipes, default)
   assert len(plan.matrices) == 14 and not plan.unquantized
   folder, quant = hf_weights.Folder(str(tmp_path)), recipes["layers/1/mlp/up"].fwd.rhs

@@ -88,6 +88,7 @@ CONTAINERS = {
   ),
 }  # fmt: skip
 NVFP4 = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32)
+NVFP4_INPUTS = dataclasses.replace(NVFP4, source=Static())
 _TWO_LEVELS = ("nvfp4-pack-quantized", MODELOPT)
 POWERS = (Scale.POW2, Scale.FLOOR, Scale.EVEN, Scale.POW2_DOWN, Scale.GAUDI2)
 
@@ -154,8 +155,7 @@ class Scheme:
   @property
   def static_inputs(self) -> bool:
     """Whether a scale of activations is stored; else servers scale every token or tile."""
-    q = self.inputs
-    return q is not None and (q.source != CURRENT or q.scale is Scale.E4M3_OVER_F32)
+    return self.inputs is not None and self.inputs.source != CURRENT
 
   def holds(self, quant: Quant) -> bool:
     """Whether matrices quantized so are stored as they are."""
@@ -172,10 +172,10 @@ class Scheme:
     """Whether no tile and no packed word of a matrix is partial: transformers infers the tile from
     the two shapes, and kernels read whole words."""
     tiles = all(t == WHOLE or n % t == 0 for n, t in zip(shape, self.tile))
-    return tiles and shape[1] % self._per_word == 0
+    return tiles and shape[1] % self.per_word == 0
 
   @property
-  def _per_word(self) -> int:
+  def per_word(self) -> int:
     """Codes of a row in an element of the stored tensor."""
     bits = {"I32": 32, "U8": 8}.get(self.layout.codes[1])
     return bits // self.weight.format.bits if bits else 1
@@ -194,7 +194,7 @@ class Scheme:
     """
     stem, layout = name.removesuffix("weight"), self.layout
     parts = [
-      (layout.codes[0], layout.codes[1], (shape[0], shape[1] // self._per_word)),
+      (layout.codes[0], layout.codes[1], (shape[0], shape[1] // self.per_word)),
       (*layout.scale, self.scale_shape(shape)),
     ]
     if layout.tensor_scale:
