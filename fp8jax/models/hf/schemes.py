@@ -206,11 +206,7 @@ class Scheme:
     return tuple((stem + last, code, size) for last, code, size in parts)
 
   def packed(self, codes: Codes, input_scale: float | None) -> list[np.ndarray]:
-    """The tensors of a matrix, see `tensors`.
-
-    Raises:
-      ValueError: scales of two levels are no E4M3 multiples of the tensor's.
-    """
+    """The tensors of a matrix, see `tensors`. Raises ValueError: see _first_level."""
     layout, data, scale = self.layout, codes.data, np.asarray(codes.scale, np.float32)
     shape = data.shape
     if layout.codes[1] in ("U8", "I32"):
@@ -287,13 +283,7 @@ class Scheme:
     return value
 
   def problems(self, name: str, stored: Mapping[str, tuple[tuple[int, ...], str]], shape):
-    """What is wrong with the tensors of a matrix, from the headers alone, in words.
-
-    Args:
-      name: of the weight.
-      stored: {tensor: (shape, dtype code)} of the folder.
-      shape: [out, in] that the model has.
-    """
+    """What is wrong with a matrix of this shape in a folder, in words, from the headers alone."""
     wrong, (codes, scale, *_) = [], self.tensors(name, shape, False)
     if codes[0] not in stored:
       return [f"missing tensor {codes[0]}"]
