@@ -54,7 +54,7 @@ if method == "modelopt":  # transformers reads none: as compressed-tensors conve
   with open(os.path.join(scratch.name, "config.json"), "w") as f:
     json.dump(config | {"quantization_config": ours}, f)
   folder, stated = scratch.name, ours
-# What is dequantized to bfloat16 is cast afterwards; the rest cannot be once it is loaded.
+# A model dequantized to bfloat16 is cast afterwards; no other can be once it is loaded.
 narrow = method == "fp8" or "mxfp" in str(stated) or "nvfp4" in str(stated)
 how = {"dtype": torch.bfloat16 if narrow else torch.float32}
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()

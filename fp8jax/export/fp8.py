@@ -230,18 +230,18 @@ def with_amaxes(
     if matrix.is_trained and matrix.quant.source != CURRENT and matrix.stored is None:
       amax = _amax(trained, site_of(e), "w", "the checkpoint's scaling states", "train further")
       matrix = dataclasses.replace(matrix, amax=amax)
-    if matrix.scheme.static_inputs and matrix.input_scale is None:
+    quant = matrix.scheme.inputs
+    if quant is not None and quant.source != CURRENT and matrix.input_scale is None:
       remedy = "calibrate this model with --job=calibrate"
       amax = _amax(inputs, site_of(e), "x", "export.input_scales", remedy)
-      scale = input_scale(amax, matrix.scheme.inputs)
+      scale = input_scale(amax, quant)
       matrix = dataclasses.replace(matrix, input_scale=scale)
     matrices[e.name] = matrix
   return dataclasses.replace(plan, matrices=matrices)
 
 
-def input_scale(amax: float, quant: Quant | None) -> float:
+def input_scale(amax: float, quant: Quant) -> float:
   """The static scale of activations with this amax."""
-  assert quant is not None
   if quant.scale is Scale.E4M3_OVER_F32:
     return float(quantize.tensor_scale(amax, quant))
   return float(quantize.amax_to_scale(jnp.float32(amax), quant.format, Scale.F32))

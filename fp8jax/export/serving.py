@@ -1,5 +1,4 @@
-"""What a folder says to servers beside its matrices: scales of keys and values, and into how many
-shards they can cut it."""
+"""A folder in servers: scales of keys and values, and the degrees of tensor parallelism."""
 
 import functools
 

@@ -309,8 +309,9 @@ class Quant:
         f"tile={self.tile} with format={self.format}, whose numbers follow from a tile's own range:"
         " give extents that lie within a device, such as tile=(1, 128)"
       )
-    # Of two levels a calibration gives the tensor's: inputs of NVFP4 checkpoints (input_scale).
-    is_second = self.scale is Scale.E4M3_OVER_F32 and isinstance(self.source, Static)
+    is_second = self.scale is Scale.E4M3_OVER_F32 and isinstance(
+      self.source, Static
+    )  # NVFP4 inputs
     if self.source != CURRENT and self.tile != (WHOLE, WHOLE) and not is_second:
       raise ValueError(
         f"source={self.source} remembers one amax per tensor, so tile must be "

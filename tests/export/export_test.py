@@ -435,6 +435,31 @@ def _spoil_scales(path, is_pow2):
   path.write_bytes(raw)
 
 
+def test_scales_of_keys_and_values_are_those_of_the_gates_text(export, source):
+  """Of the first layer's values, in float64 NumPy: norm, then product."""
+  form = COMPRESSED | {"export.kv_cache": "e4m3"}
+  done = export(**form)
+  assert done.code == 0, done.stderr
+  assert json.loads(done.stdout)["tensor_parallel"] == [1, 2]
+  stated = json.loads((done.target / "config.json").read_text())["quantization_config"]
+  assert stated["kv_cache_scheme"] == {
+    "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False
+  }  # fmt: skip
+  folder, before = (hf_weights.Folder(str(f)) for f in (done.target, source))
+  cfg = hf_config.read_config(str(source))
+  hf_weights.check(folder, cfg)
+  texts = divergence.batches(done.spec, divergence.Wanted(64, "", "export.gate_"))
+  tokens = np.concatenate([b.tokens_BL[b.counts_BL > 0] for b in texts])
+  x = before.read("model.embed_tokens.weight").astype(np.float64)[tokens]
+  x = x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg.norm_eps)
+  v = x @ before.read("model.layers.0.self_attn.v_proj.weight").astype(np.float64).T
+  want = np.abs(v).max() / 448
+  np.testing.assert_allclose(folder.read("model.layers.0.self_attn.v_scale"), [want], rtol=1e-5)
+  assert folder.read("model.layers.1.self_attn.k_scale").shape == (1,)
+  done = export(**FP8 | {"export.kv_cache": "e4m3"})
+  assert done.code == 1 and "scales of keys and values are of export.format=" in done.stderr
+
+
 @pytest.fixture
 def full_disk():
   """No file grows beyond so many bytes: as on a full disk, the kernel's error names no file."""

@@ -25,7 +25,7 @@ from fp8jax.models.hf.schemes import COMPRESSED, MODELOPT, Scheme
 from fp8jax.ops import site_tree
 from fp8jax.quantization import quantize
 from fp8jax.recipe import rules
-from fp8jax.recipe.quant import Quant, Scale
+from fp8jax.recipe.quant import Quant, Scale, Static
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "containers"
 THEIRS = json.loads(GOLDEN.with_suffix(".json").read_text())["configs"]
@@ -141,6 +141,21 @@ def test_modelopt_holds_nvfp4_alone_and_its_scales_are_reciprocals_of_compressed
   np.testing.assert_allclose(ours["X.weight_global_scale"], [2688 / amax], rtol=2e-7)
   np.testing.assert_allclose(theirs["X.weight_scale_2"], amax / 2688, rtol=2e-7)
   assert np.float32(1) / ours["X.weight_global_scale"][0] == theirs["X.weight_scale_2"]
+
+
+def test_a_calibration_may_give_the_scale_of_the_tensor(rng):
+  """Activations of NVFP4 checkpoints: as if the tensor had the amax, block by block."""
+  x = rng.normal(size=(4, 64)).astype(np.float32)
+  static = dataclasses.replace(schemes.NVFP4, source=Static())
+  got = quantize.quantize(x, static, amax=np.float32(9.0))
+  want = quantize.quantize(x, schemes.NVFP4, tensor_amax=np.float32(9.0))
+  np.testing.assert_array_equal(got.scale, want.scale)
+  np.testing.assert_array_equal(got.data, want.data)
+  # Scales are E4M3 numbers times 9 / 2688, and those of amaxes / 6 but for that rounding.
+  first = np.asarray(got.scale, np.float64) * 2688 / 9
+  np.testing.assert_allclose(first, first.astype(ml_dtypes.float8_e4m3fn).astype(float), rtol=1e-6)
+  np.testing.assert_allclose(got.scale, np.abs(x).reshape(4, 4, 16).max(-1) / 6, rtol=1 / 15)
+  assert fp8_export.input_scale(9.0, static) == np.float32(1) / (np.float32(2688) / np.float32(9))
 
 
 def test_a_reciprocal_gives_its_number_back():

@@ -122,7 +122,7 @@ def to_config(
 
 
 def group(scheme: Scheme) -> str:
-  """What servers read of a scheme: those with equal ones are multiplied alike."""
+  """A scheme's entry in config.json: servers multiply alike where it is equal."""
   return str(_group_of(scheme))
 
 

@@ -283,7 +283,7 @@ class Scheme:
     return value
 
   def problems(self, name: str, stored: Mapping[str, tuple[tuple[int, ...], str]], shape):
-    """What is wrong with a matrix of this shape in a folder, in words, from the headers alone."""
+    """Faults of a matrix of this shape in a folder, in words, from the headers alone."""
     wrong, (codes, scale, *_) = [], self.tensors(name, shape, False)
     if codes[0] not in stored:
       return [f"missing tensor {codes[0]}"]
