@@ -62,5 +62,4 @@ def mxfp4_to_block_fp8(matrix: ScaledMatrix, name: str = "the matrix") -> Scaled
         f"2^{shift}; {lost.sum()} of {one.size} are not. Dequantize the matrix instead"
       )
     scales[row, column] = np.ldexp(np.float32(1), shift)
-  arrays: tuple = (codes, scales)
-  return ScaledMatrix(*arrays, (_BLOCK, _BLOCK))
+  return ScaledMatrix(codes, scales, (_BLOCK, _BLOCK))  # pyright: ignore  (NumPy's arrays)
