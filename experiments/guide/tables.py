@@ -13,13 +13,15 @@ import re
 from fp8jax.config import registry
 from fp8jax.data.chat import encode
 from fp8jax.data.chat.template import ChatTemplate
+from fp8jax.export import served
 from fp8jax.formats import FORMATS
-from fp8jax.models.hf import fp8_formats
+from fp8jax.models.hf import schemes
 from fp8jax.optim import storage
 from fp8jax.recipe.gemm import PASSES, Backward, accumulate_name
 from fp8jax.recipe.library import RECIPES
 from fp8jax.recipe.papers import PAPERS
 from fp8jax.recipe.quant import Delayed, Quant
+from fp8jax.recipe.served import SERVED
 
 HERE = pathlib.Path(__file__).resolve().parent
 _GOLDEN = HERE.parents[1] / "tests" / "golden"
@@ -107,17 +109,24 @@ def optimizer_state() -> str:
 
 
 def export_formats() -> str:
-  """Whether each FP8 format of an export keeps the codes of each recipe's forward GEMM."""
-  fine, compressed = fp8_formats.FINE_GRAINED, fp8_formats.COMPRESSED
-  formats = [fp8_formats.Fp8Format(fine, scale_fmt=fmt) for fmt in fp8_formats.SCALE_FMTS]
-  formats += [fp8_formats.Fp8Format(compressed, s) for s in ("block", "channel", "tensor")]
+  """How each format of an export holds the weights of each recipe's forward GEMM."""
+  blocks = [schemes.fp8(schemes.FINE_GRAINED, scale_fmt=fmt) for fmt in schemes.SCALE_FMTS]
   rows = []
-  for name, recipe in RECIPES.items():
-    quant = recipe.fwd.rhs
-    kept = ["quantized" if not quant else "kept" if f.holds(quant) else "-" for f in formats]
+  for name, recipe in (RECIPES | SERVED).items():
+    w, x = recipe.fwd.rhs, recipe.fwd.lhs
+    if w is None:
+      rows.append((f"`{name}`", *("quantized",) * 4))
+      continue
+    kept = ["kept" if f.holds(w) else "-" for f in blocks]
+    for method in (schemes.COMPRESSED, schemes.MODELOPT):
+      try:
+        made = served.scheme(w, x, method)
+        kept.append(f"`{made.container}`" if method == schemes.COMPRESSED else "kept")
+      except ValueError:
+        kept.append("-")
     rows.append((f"`{name}`", *kept))
-  head = ("recipe", "`hf-fp8-block`", "`hf-fp8-block`, `ue8m0`", "`compressed-tensors`: `block`",
-          "`channel`", "`tensor`")  # fmt: skip
+  head = ("recipe", "`hf-fp8-block`", "`hf-fp8-block`, `ue8m0`", "`compressed-tensors`",
+          "`modelopt`")  # fmt: skip
   return _markdown(head, rows)
 
 
@@ -126,13 +135,17 @@ def fp8_clients() -> str:
   found = json.loads(_CLIENTS.read_text())
   rows = [
     (
-      f"`{r['folder']}`", str(r["matrices"]), str(r["unequal_weights"]),
-      f"{r['kl_from_back']:.1e}", f"{r['kl_from_source']:.1e}", f"{r['top1_of_source']:.3f}",
+      f"`{r['folder']}`", f"`{r['format']}`", f"{r['quantized_in_client']} of {r['matrices']}",
+      f"{r['largest_relative_difference']:.0e}", f"{r['kl_from_back']:.1e}",
+      f"{r['kl_from_recipe']:.1e}" if "kl_from_recipe" in r else "",
+      f"{r['kl_of_noise_floor']:.1e}" if "kl_of_noise_floor" in r else "",
+      f"{r['kl_from_source']:.1e}",
     )
     for r in found["folders"]
   ]  # fmt: skip
-  head = ("folder", "FP8 matrices", "weights that differ", "KL from fp8jax's reading",
-          "KL from the source", "top-1 as the source")  # fmt: skip
+  head = ("folder", "container", "matrices quantized there", "weights, largest relative difference",
+          "KL from our weights", "KL from our pass in the recipe", "its noise floor",
+          "KL from the source")  # fmt: skip
   versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
   return _markdown(head, rows) + f"\n{versions}\n"
 

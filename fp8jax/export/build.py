@@ -17,7 +17,7 @@ from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.evaluation.divergence import Batch
-from fp8jax.export import checks, client, folder, matrices, publish, write
+from fp8jax.export import checks, client, folder, matrices, publish, serving, write
 from fp8jax.export import fp8 as fp8_lib
 from fp8jax.export.gate import Gate
 from fp8jax.export.settings import Export
@@ -235,6 +235,10 @@ def build(
       shown = console_lib.table(_WORST, [*matrices.COLUMNS], cells)
       console_lib.console(stderr=True).print(shown)
     summary = _summary(spec, source, fp8, rows)
+    if spec.of(Export).format != "peft":
+      summary["tensor_parallel"] = serving.degrees(fp8, plain.model)
+      shown = ", ".join(map(str, summary["tensor_parallel"]))
+      console_lib.console(stderr=True).print(f"servers can cut the folder into {shown} shards")
     result = {"folder": target, **source.where, "dtype": dtype, **summary, "gate": gate.report}
     if jax.process_index() == 0:
       _write_card(spec, part, target, source, result, rows, began if hub.is_id(began) else "")
@@ -286,6 +290,9 @@ def _model(
   operands = jax.tree.map(stored_params.compute_copy, stored, is_leaf=stored_params.is_stored)
   if spec.of(Export).fold_smooth_batches:
     params = operands = fold_smooth(plain, params)
+  if fp8 and spec.of(Export).kv_cache:
+    scales = serving.kv_scales(params, plain, texts, fp8_lib.METHODS[spec.of(Export).format])
+    fp8 = dataclasses.replace(fp8, kv_scales=scales)
   gate = Gate(plain, texts, params) if adapted is None else Gate(plain, texts, adapted, spec)
   files = write.model(
     params,

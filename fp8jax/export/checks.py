@@ -95,6 +95,11 @@ def _check_fp8(e: Config, problems: ConfigErrors):
     "export.input_scales=''",
   )
   problems.check(
+    not e.kv_cache or e.format in ("compressed-tensors", "modelopt"),
+    f"export.kv_cache={e.kv_cache!r}: scales of keys and values are of "
+    "export.format='compressed-tensors' and 'modelopt'; set it to ''",
+  )
+  problems.check(
     not (e.format == "hf-fp8-block" and e.dtype == "float32"),
     "export.dtype='float32' with export.format='hf-fp8-block': transformers multiplies such a "
     "model in 16 bits; set export.dtype='auto' or 'bfloat16'",
@@ -105,7 +110,7 @@ def scheme(e: Export) -> schemes.Scheme | None:
   """Of matrices whose recipe does not say one, in the section's format; None for no codes."""
   method = fp8_export.METHODS.get(e.format)
   if method == schemes.MODELOPT:
-    return schemes.Scheme(method, schemes.NVFP4, schemes.NVFP4)
+    return schemes.Scheme(method, schemes.NVFP4, schemes.NVFP4_INPUTS)
   strategy = "channel" if e.strategy == "auto" else e.strategy
   strategy = "block" if method == schemes.FINE_GRAINED else strategy
   return schemes.fp8(method, strategy, static_inputs=bool(e.input_scales)) if method else None

@@ -54,21 +54,23 @@ if method == "modelopt":  # transformers reads none: as compressed-tensors conve
   with open(os.path.join(scratch.name, "config.json"), "w") as f:
     json.dump(config | {"quantization_config": ours}, f)
   folder, stated = scratch.name, ours
-# What is dequantized to bfloat16 is cast afterwards; the rest cannot be once it is loaded.
+# A model dequantized to bfloat16 is cast afterwards; no other can be once it is loaded.
 narrow = method == "fp8" or "mxfp" in str(stated) or "nvfp4" in str(stated)
 how = {"dtype": torch.bfloat16 if narrow else torch.float32}
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
 rows, made = numpy.load(tokens), []
 with torch.no_grad():
   if narrow:
-    model(torch.zeros(1, 1).long())
+    model(torch.zeros(1, 1).long(), use_cache=False)
     torch.nn.Module.float(model)
   for enabled in (True, False):
     for module in model.modules():
       if getattr(module, "quantization_scheme", None) is not None:
         module.quantization_enabled = enabled
-    made.append(numpy.stack(
-      [model(torch.from_numpy(row[None]).long()).logits[0].float().numpy() for row in rows]))
+    # A cache may quantize keys and values.
+    made.append(numpy.stack([
+      model(torch.from_numpy(row[None]).long(), use_cache=False).logits[0].float().numpy()
+      for row in rows]))
 numpy.save(target, numpy.stack(made))
 schemes = [getattr(m, "quantization_scheme", None) for m in model.modules()]
 print(json.dumps({"quantized": sum(getattr(s, "weights", None) is not None for s in schemes)}))

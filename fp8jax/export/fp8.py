@@ -18,7 +18,7 @@ import numpy as np
 
 from fp8jax import params
 from fp8jax.errors import UserError
-from fp8jax.export import served
+from fp8jax.export import refusals, served
 from fp8jax.models.hf import scheme_config, schemes
 from fp8jax.models.hf.names import Entry
 from fp8jax.models.hf.schemes import COMPRESSED, FINE_GRAINED, MODELOPT, Codes, Scheme
@@ -148,48 +148,46 @@ def choose(
   own = {e.name: recipes[site_of(e)].fwd.rhs for e in linears}
   own |= {name: one and one.quant for name, one in stored.items()}
   scheme = _with_scales(scheme, scale_fmt, own, stored)
-  unquantized, matrices, refused, asked = {}, {}, {}, {}
+  unquantized, matrices, refused = {}, {}, {}
   for e in linears:
-    quant, codes = own[e.name], stored.get(e.name)
-    whose = "the folder" if e.name in stored else f"recipe {recipes[site_of(e)].name!r}"
-    mine, why, recipe = scheme, "", recipes[site_of(e)]
-    if codes and codes.scheme and recipe.fwd.rhs and not codes.scheme.holds(recipe.fwd.rhs):
-      # A folder has other codes than the recipe that was asked for.
-      codes = None if requantize else codes
-      quant = recipe.fwd.rhs if requantize else quant
-      asked[e.name] = recipe
-    if follows and quant is not None:
-      mine, why = _followed(scheme, quant, codes, recipe)
-    inputs = codes.input_scale if codes and mine.static_inputs else None
-    kept = quant and not why and mine.holds(quant) and e.path not in {*changed, *merged}
-    if any(own.values()) and quant is None:
+    quant, codes, recipe = own[e.name], stored.get(e.name), recipes[site_of(e)]
+    whose = "the folder" if e.name in stored else f"recipe {recipe.name!r}"
+    if quant is None and any(own.values()):
       unquantized[e.name] = f"16 bits in {whose}" if e.name in stored else whose
-    elif not mine.fits(e.hf_shape(dims)):
-      unquantized[e.name] = f"{_by(e.hf_shape(dims))} has partial tiles of {_by(mine.tile)}"
-    elif quant is not None and kept:
-      mine = dataclasses.replace(mine, weight=quant)
-      matrices[e.name] = Matrix(mine, True, None, (), inputs, codes)
+      continue
+    if codes and codes.scheme and recipe.fwd.rhs and not codes.scheme.holds(recipe.fwd.rhs):
+      if not requantize:
+        raise UserError(refusals.quantized_already(e.name, quant, recipe))
+      quant, codes = recipe.fwd.rhs, None
+    follow = follows and quant is not None
+    mine, why = _followed(scheme, quant, codes, recipe) if follow and quant else (scheme, "")
+    inputs = codes.input_scale if codes and mine.static_inputs else None
+    if not mine.fits(e.hf_shape(dims)):
+      sizes = map(refusals.by, (e.hf_shape(dims), mine.tile))
+      unquantized[e.name] = " has partial tiles of ".join(sizes)
+    elif quant and not why and mine.holds(quant) and e.path not in {*changed, *merged}:
+      kept = dataclasses.replace(mine, weight=quant)
+      matrices[e.name] = Matrix(kept, True, None, (), inputs, codes)
     else:
       matrices[e.name] = Matrix(mine, False, input_scale=inputs)
       if quant is not None and not requantize and e.path not in merged:
         refused[whose, e.path if e.path in changed else "", why] = quant
-  if asked and not requantize:
-    name, recipe = next(iter(asked.items()))
-    raise UserError(
-      f"export.format: the folder is quantized already, {name} as {own[name]}, and recipe "
-      f"{recipe.name!r} asks for {recipe.fwd.rhs}: start from the unquantized model, or set "
-      "export.requantize=True to quantize the rounded weights again"
-    )
+  counts = {e.name: int(np.prod(e.hf_shape(dims))) for e in entries}
+  return _plan(matrices, unquantized, refused, scheme, counts)
+
+
+def _plan(matrices, unquantized, refused, scheme: Scheme, counts: Mapping[str, int]) -> Plan:
+  """The plan, with what servers fuse alike."""
   for name in _partners(unquantized, matrices):
     unquantized[name] = "a server multiplies it together with one that is not quantized"
     del matrices[name]
   if refused:
-    raise UserError("; ".join(_refusal(of, quant, scheme) for of, quant in refused.items()))
+    texts = (refusals.other_codes(of, quant, scheme) for of, quant in refused.items())
+    raise UserError("; ".join(texts))
   if not matrices:
-    raise UserError(_nothing(scheme, unquantized))
+    raise UserError(refusals.nothing(scheme, unquantized))
   matrices = {name: _shared(name, m, matrices) for name, m in matrices.items()}
-  sizes = {e.name: int(np.prod(e.hf_shape(dims))) for e in entries}
-  share = sum(sizes[name] for name in matrices) / sum(sizes.values())
+  share = sum(counts[name] for name in matrices) / sum(counts.values())
   return Plan(matrices, unquantized, share, scheme.scale_fmt)
 
 
@@ -232,18 +230,18 @@ def with_amaxes(
     if matrix.is_trained and matrix.quant.source != CURRENT and matrix.stored is None:
       amax = _amax(trained, site_of(e), "w", "the checkpoint's scaling states", "train further")
       matrix = dataclasses.replace(matrix, amax=amax)
-    if matrix.scheme.static_inputs and matrix.input_scale is None:
+    quant = matrix.scheme.inputs
+    if quant is not None and quant.source != CURRENT and matrix.input_scale is None:
       remedy = "calibrate this model with --job=calibrate"
       amax = _amax(inputs, site_of(e), "x", "export.input_scales", remedy)
-      scale = input_scale(amax, matrix.scheme.inputs)
+      scale = input_scale(amax, quant)
       matrix = dataclasses.replace(matrix, input_scale=scale)
     matrices[e.name] = matrix
   return dataclasses.replace(plan, matrices=matrices)
 
 
-def input_scale(amax: float, quant: Quant | None) -> float:
+def input_scale(amax: float, quant: Quant) -> float:
   """The static scale of activations with this amax."""
-  assert quant is not None
   if quant.scale is Scale.E4M3_OVER_F32:
     return float(quantize.tensor_scale(amax, quant))
   return float(quantize.amax_to_scale(jnp.float32(amax), quant.format, Scale.F32))
@@ -316,55 +314,6 @@ def _amax(table: Mapping[tuple[str, str], float], site: str, tensor: str, what: 
   if amax is None or not np.isfinite(amax):
     raise UserError(f"{what} has no amax of tensor {tensor} of site {site}; {remedy}")
   return amax
-
-
-def _by(shape: tuple[int, ...]) -> str:
-  return "x".join(map(str, shape))
-
-
-def _nothing(scheme: Scheme, unquantized: Mapping[str, str]) -> str:
-  reasons = ", ".join(list(dict.fromkeys(unquantized.values()))[:3])
-  fix = "export.format='hf-bf16'"
-  if scheme.label == "block":
-    fix = f"export.format='compressed-tensors' with export.strategy='channel', or {fix}"
-  return f"export.format: no matrix of this model would be quantized ({reasons}); set {fix}"
-
-
-def _refusal(of: tuple[str, str, str], quant: Quant, scheme: Scheme) -> str:
-  """Codes would change: the message, with the formats that keep them."""
-  whose, changed, why = of
-  if changed:
-    return (
-      f"export.format: with precision.smooth_swiglu='channel', or folded, {changed} is not the "
-      "weight whose codes training multiplied; set export.requantize=True to requantize it, or "
-      "export.format='hf-bf16'"
-    )
-  has, theirs = f"{whose} multiplied weights as", "those of training"
-  if whose == "the folder":
-    has, theirs = f"{whose} holds weights as", "the folder's"
-  again = f"export.requantize=True to requantize them as {scheme.weight}"
-  if why:
-    return f"export.format: {has} {quant}: {why}. Set export.format='hf-bf16', or {again}"
-  keeping = [f"export.format={name!r}" for name in _keeping(quant)]
-  if "export.format='hf-fp8-block'" in keeping and scheme.method == FINE_GRAINED:
-    keeping = ["export.scale_fmt='auto'"]  # it is the scales that do not suit
-  if "export.format='compressed-tensors'" in keeping and scheme.method == COMPRESSED:
-    keeping = ["export.strategy='auto'"]
-  keeping = keeping or ["export.format='hf-bf16'"]
-  return (
-    f"export.format: {has} {quant}, and this format has {scheme.weight}: the codes would not be "
-    f"{theirs}. Set {' or '.join(keeping)} to keep the weights as they are, or {again}"
-  )
-
-
-def _keeping(quant: Quant) -> list[str]:
-  """The formats that hold matrices quantized so, "hf-fp8-block"."""
-  held = schemes.fp8(FINE_GRAINED).holds(quant)
-  try:
-    made = served.container(quant, None)
-  except ValueError:
-    made = ""
-  return ["hf-fp8-block"] * held + ["compressed-tensors"] * bool(made)
 
 
 # --- codes that are there ------------------------------------------------------------------------

@@ -52,11 +52,11 @@ def row(w, made: Codes, matrix: Matrix) -> dict[str, Any]:
     "smallest_scale": float(grid.min()), "largest_scale": largest, "kept": matrix.is_trained,
     "scale_ratio": _ratio(largest, known.get("w"), quant.format.max),
     "input_scale": matrix.input_scale,
-    "input_scale_ratio": inputs and _ratio(matrix.input_scale, known.get("x"), _reach(inputs)),
+    "input_scale_ratio": inputs and _ratio(matrix.input_scale, known.get("x"), reach(inputs)),
   }  # fmt: skip
 
 
-def _reach(quant: Quant) -> float:
+def reach(quant: Quant) -> float:
   """The largest number under a scale of the tensor of 1."""
   return quant.format.max * (E4M3.max if quant.scale is Scale.E4M3_OVER_F32 else 1)
 

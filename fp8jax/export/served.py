@@ -7,7 +7,7 @@ and the products that vLLM 0.32 has kernels for.
 import dataclasses
 
 from fp8jax.formats import E2M1, E4M3, E4M3_240, INT4, INT8
-from fp8jax.models.hf.schemes import BLOCK, COMPRESSED, MODELOPT, POWERS, Scheme
+from fp8jax.models.hf.schemes import BLOCK, COMPRESSED, MODELOPT, NVFP4_INPUTS, POWERS, Scheme
 from fp8jax.recipe.quant import WHOLE, Quant, Scale, Static
 
 # Why no server multiplies a format's weights, by name.
@@ -61,7 +61,10 @@ def _inputs(container: str, w: Quant, x: Quant | None) -> Quant | None:
     format, size = tiles[container]
     if (x.format, x.tile) != (format, (1, size)):
       raise ValueError(f"servers multiply {w} by {format} 1x{size}, not by {x}")
-    return x
+    if x.scale is Scale.E4M3_OVER_F32:
+      return NVFP4_INPUTS
+    # Readers scale activations of MX by a rule of their own (compressed-tensors: mxfp*_utils.py).
+    return dataclasses.replace(x, scale=Scale.EVEN) if format == E2M1 and size == 32 else x
   own = INT8 if w.format == INT8 else E4M3
   if x.format != own or x.tile[1] != WHOLE:
     raise ValueError(f"servers multiply {w} by {own} of a token or a tensor, not by {x}")

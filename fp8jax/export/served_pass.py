@@ -1,8 +1,4 @@
-"""The forward pass of an exported folder as a server makes it: its codes, its activations.
-
-Activations under two levels take the scale of their tensor from themselves here, and the one that
-is stored in a server.
-"""
+"""The forward pass of an exported folder as a server makes it: its codes, its activations."""
 
 import dataclasses
 import math
@@ -13,6 +9,7 @@ import jax.numpy as jnp
 
 from fp8jax import params as params_lib
 from fp8jax.export import fp8 as fp8_lib
+from fp8jax.export import matrices
 from fp8jax.models import transformer
 from fp8jax.models.hf import names, schemes
 from fp8jax.models.hf import weights as hf_weights
@@ -61,7 +58,7 @@ def sites(spec: TrainSpec, plan: fp8_lib.Plan):
 
 def _input_amax(matrix: fp8_lib.Matrix) -> float:
   inputs = matrix.scheme.inputs
-  return (matrix.input_scale or 1.0) * (inputs.format.max if inputs else 1.0)
+  return (matrix.input_scale or 1.0) * (matrices.reach(inputs) if inputs else 1.0)
 
 
 def load(spec: TrainSpec, folder: str):

@@ -27,6 +27,9 @@ class Export:
     "folder, gets new ones, from the masters.")
   input_scales: str = key("", "compressed-tensors: table of --job=calibrate that static scales of "
     'inputs come from; "": servers scale every token.')
+  kv_cache: str = key("", '"e4m3": the folder has scales of keys and values, from the ranges of '
+    "the gate's text, for servers with an E4M3 cache. Of compressed-tensors and modelopt.",
+    choices=("", "e4m3"))
   gate_tokens: int = key(1024, "The gate: the logits of the written folder are compared with the "
     "source's on so many tokens, of every data source's held-out documents or of gate_text.",
     least=1)

@@ -110,7 +110,9 @@ def model(
   config = hf_config.config_to_hf(cfg, dtype, base, quantization)
   flat = params.flatten(tree)
   read = flat if operands is None else params.flatten(operands)
-  pieces = _pieces(names.entries(cfg), flat, cfg, dtype, fp8, read, rows)
+  pieces = [*_pieces(names.entries(cfg), flat, cfg, dtype, fp8, read, rows)]
+  for name, scale in fp8.kv_scales.items() if fp8 else ():
+    pieces.append(Piece(((name, "F32", (1,)),), functools.partial(_one, scale)))
   shards = _split(pieces, shard_bytes)
   index = _index(shards) if len(shards) > 1 else None
   # Of a source, and of no use beside other weights.
@@ -140,6 +142,10 @@ def _pieces(
       make = functools.partial(_quantized, entry, flat, operands, shape, matrix, shared, rows)
       has_inputs = matrix.input_scale is not None
       yield Piece(matrix.scheme.tensors(entry.name, shape, has_inputs), make)
+
+
+def _one(scale: float) -> list[np.ndarray]:
+  return [np.full(1, scale, np.float32)]
 
 
 def _unquantized(entry: Entry, flat, shape, dtype: str) -> list[np.ndarray]:

@@ -46,7 +46,7 @@ def mxfp4_to_block_fp8(matrix: ScaledMatrix, name: str = "the matrix") -> Scaled
   values = np.ldexp(data.astype(np.float64), grid)
   tiles = tuple(num_tiles(n, _BLOCK) for n in (rows, columns))
   codes, scales = np.zeros((rows, columns), E4M3.dtype), np.ones(tiles, np.float32)
-  for row, column in np.ndindex(tiles):
+  for row, column in np.ndindex(*tiles):
     part = tuple(slice(i * _BLOCK, (i + 1) * _BLOCK) for i in (row, column))
     one = values[part]
     largest = float(np.abs(one).max())
@@ -62,5 +62,4 @@ def mxfp4_to_block_fp8(matrix: ScaledMatrix, name: str = "the matrix") -> Scaled
         f"2^{shift}; {lost.sum()} of {one.size} are not. Dequantize the matrix instead"
       )
     scales[row, column] = np.ldexp(np.float32(1), shift)
-  arrays: tuple = (codes, scales)
-  return ScaledMatrix(*arrays, (_BLOCK, _BLOCK))
+  return ScaledMatrix(codes, scales, (_BLOCK, _BLOCK))  # pyright: ignore  (NumPy's arrays)

@@ -173,7 +173,8 @@ def quantize(
       independently.
     amax: float32 scalar from which the scale comes instead of from x, for a source other than
       CURRENT, and for no other. Larger values saturate; 0 and infinity give scale 1. NaN, which
-      stands for one that nobody ever saw, makes the scale NaN and all that comes of it.
+      stands for one that nobody ever saw, makes the scale NaN and all that comes of it. Under two
+      levels it is that of the tensor.
     key: a jax.random key, for stochastic rounding.
     signs_key: a jax.random key, for fresh signs: the same for both operands of a product.
     with_values: whether to make ScaledMatrix.values, in float32 from end to end.
@@ -196,7 +197,8 @@ def quantize(
   x = without_outliers(x, quant, contraction, amax_axes)
   if quant.rotation:
     x = hadamard.rotate(x, quant.rotation, contraction, signs_key)
-  amax = (amax, tensor_amax)
+  is_second = amax is not None and quant.scale is Scale.E4M3_OVER_F32
+  amax = (None, jnp.reshape(amax, ())) if is_second else (amax, tensor_amax)
   if contraction == 0 and quant.rounding is Rounding.EDEN:  # its blocks lie along the columns
     return _cast(x.T, quant, amax_axes, amax, key, with_values)
   if contraction == 0:
@@ -286,6 +288,8 @@ def _as_lies(tiles, x):
 
 def given_scale(amax, quant: Quant):
   """float32 [1, 1] from an amax that is not x's own, margin included."""
+  if quant.scale is Scale.E4M3_OVER_F32:
+    return jnp.reshape(tensor_scale(amax, quant), (1, 1))
   margin = quant.source.margin if isinstance(quant.source, Delayed | Static) else 0
   amax = jnp.reshape(amax, (1, 1))
   scale = amax_to_scale(amax, quant.format, quant.scale, margin)

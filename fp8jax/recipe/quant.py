@@ -309,12 +309,13 @@ class Quant:
         f"tile={self.tile} with format={self.format}, whose numbers follow from a tile's own range:"
         " give extents that lie within a device, such as tile=(1, 128)"
       )
-    if self.source != CURRENT and self.tile != (WHOLE, WHOLE):
+    has_levels = self.scale is Scale.E4M3_OVER_F32 and isinstance(self.source, Static)
+    if self.source != CURRENT and self.tile != (WHOLE, WHOLE) and not has_levels:
       raise ValueError(
         f"source={self.source} remembers one amax per tensor, so tile must be "
         f"({WHOLE}, {WHOLE}); got {self.tile}. Use source=CURRENT for finer tiles"
       )
-    if self.source != CURRENT and self.scale not in (Scale.F32, Scale.POW2):
+    if self.source != CURRENT and self.scale not in (Scale.F32, Scale.POW2) and not has_levels:
       raise ValueError(
         f"source={self.source} needs scale 'f32' or 'pow2', got {self.scale.value!r}"
       )

@@ -22,11 +22,10 @@ from fp8jax.config import resolve
 from fp8jax.data.chat import template
 from fp8jax.errors import UserError
 from fp8jax.evaluation import divergence
-from fp8jax.export import checks, write
+from fp8jax.export import checks, served_pass, write
 from fp8jax.export import folder as export_folder
 from fp8jax.export import fp8 as fp8_export
 from fp8jax.export import gate as export_gate
-from fp8jax.export import served_pass
 from fp8jax.jobs import dispatch, table
 from fp8jax.kernels.choose import Device
 from fp8jax.models import presets, transformer
@@ -278,7 +277,7 @@ PROBED = "import json, sys\nif 'import_module' in sys.argv[2]: print('{\"torch\"
     (PROBED + RAISES, "cannot read the folder: KeyError: 'a' and more", False),
     (PROBED + "raise ImportError('Using `fp8` requires accelerate')",
      "cannot read the folder: ImportError: Using `fp8` requires accelerate; ", True),
-    (PROBED + "print('done')", "cannot read the folder: it wrote no logits of shape (2, 2, 32, 512)",
+    (PROBED + "print('done')", "cannot read the folder: it wrote no logits of shape (2, 2, 32, 51",
      False),
     (PROBED + "__import__('numpy').save(sys.argv[5], [1.0])", "it wrote no logits of shape", False),
   ],
@@ -434,6 +433,31 @@ def _spoil_scales(path, is_pow2):
       at = raw.index(bytes(data), 8 + int.from_bytes(raw[:8], "little"))
       raw[at : at + len(spoiled)] = spoiled
   path.write_bytes(raw)
+
+
+def test_scales_of_keys_and_values_are_those_of_the_gates_text(export, source):
+  """Of the first layer's values, in float64 NumPy: norm, then product."""
+  form = COMPRESSED | {"export.kv_cache": "e4m3"}
+  done = export(**form)
+  assert done.code == 0, done.stderr
+  assert json.loads(done.stdout)["tensor_parallel"] == [1, 2]
+  stated = json.loads((done.target / "config.json").read_text())["quantization_config"]
+  assert stated["kv_cache_scheme"] == {
+    "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False
+  }  # fmt: skip
+  folder, before = (hf_weights.Folder(str(f)) for f in (done.target, source))
+  cfg = hf_config.read_config(str(source))
+  hf_weights.check(folder, cfg)
+  texts = divergence.batches(done.spec, divergence.Wanted(64, "", "export.gate_"))
+  tokens = np.concatenate([b.tokens_BL[b.counts_BL > 0] for b in texts])
+  x = before.read("model.embed_tokens.weight").astype(np.float64)[tokens]
+  x = x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg.norm_eps)
+  v = x @ before.read("model.layers.0.self_attn.v_proj.weight").astype(np.float64).T
+  want = np.abs(v).max() / 448
+  np.testing.assert_allclose(folder.read("model.layers.0.self_attn.v_scale"), [want], rtol=1e-5)
+  assert folder.read("model.layers.1.self_attn.k_scale").shape == (1,)
+  done = export(**FP8 | {"export.kv_cache": "e4m3"})
+  assert done.code == 1 and "scales of keys and values are of export.format=" in done.stderr
 
 
 @pytest.fixture

@@ -8,11 +8,13 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from fp8jax import params
+from fp8jax.errors import UserError
 from fp8jax.export import fp8 as fp8_export
-from fp8jax.export import served, write
-from fp8jax.formats import E4M3
+from fp8jax.export import served, serving, write
+from fp8jax.formats import E4M3, INT4
 from fp8jax.generation import weights as generation_weights
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
@@ -21,8 +23,9 @@ from fp8jax.models.hf import names, scheme_config, schemes
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.schemes import COMPRESSED, MODELOPT, Scheme
 from fp8jax.ops import site_tree
+from fp8jax.quantization import quantize
 from fp8jax.recipe import rules
-from fp8jax.recipe.quant import Quant, Scale
+from fp8jax.recipe.quant import Quant, Scale, Static
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "containers"
 THEIRS = json.loads(GOLDEN.with_suffix(".json").read_text())["configs"]
@@ -140,6 +143,21 @@ def test_modelopt_holds_nvfp4_alone_and_its_scales_are_reciprocals_of_compressed
   assert np.float32(1) / ours["X.weight_global_scale"][0] == theirs["X.weight_scale_2"]
 
 
+def test_a_calibration_may_give_the_scale_of_the_tensor(rng):
+  """Activations of NVFP4 checkpoints: as if the tensor had the amax, block by block."""
+  x = rng.normal(size=(4, 64)).astype(np.float32)
+  static = dataclasses.replace(schemes.NVFP4, source=Static())
+  got = quantize.quantize(x, static, amax=np.float32(9.0))
+  want = quantize.quantize(x, schemes.NVFP4, tensor_amax=np.float32(9.0))
+  np.testing.assert_array_equal(got.scale, want.scale)
+  np.testing.assert_array_equal(got.data, want.data)
+  # Scales are E4M3 numbers times 9 / 2688, and those of amaxes / 6 but for that rounding.
+  first = np.asarray(got.scale, np.float64) * 2688 / 9
+  np.testing.assert_allclose(first, first.astype(ml_dtypes.float8_e4m3fn).astype(float), rtol=1e-6)
+  np.testing.assert_allclose(got.scale, np.abs(x).reshape(4, 4, 16).max(-1) / 6, rtol=1 / 15)
+  assert fp8_export.input_scale(9.0, static) == np.float32(1) / (np.float32(2688) / np.float32(9))
+
+
 def test_a_reciprocal_gives_its_number_back():
   """Of random float32 numbers, by exact division of float64 (double rounding is innocuous here)."""
   for x in np.random.default_rng(0).uniform(1e-6, 1e6, 2000).astype(np.float32):
@@ -155,8 +173,8 @@ CFG = ModelConfig(
   num_heads=2, num_kv_heads=2, head_dim=64, max_positions=64, init_std=0.05,
 )  # fmt: skip
 SERVED = (
-  "fp8_channel_static", "fp8_block", "fp8_240_dynamic", "int8", "w8a16", "w4a16", "w4afp8",
-  "mxfp8_ste", "mxfp4a16", "nvfp4_ste", "nvfp4a16_4or6",
+  "fp8_channel_static", "fp8_block", "fp8_240_dynamic", "int8", "w8a16", "w4afp8", "mxfp8_ste",
+  "mxfp4a16", "nvfp4a16_4or6",
 )  # fmt: skip
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -192,21 +210,24 @@ def _fused_amax(weights, name):
   return max(float(np.abs(of[n][1]).max()) for n in group)
 
 
-@pytest.mark.parametrize("recipe, method", [*((r, COMPRESSED) for r in SERVED),
-                                            ("nvfp4_ste", MODELOPT)])  # fmt: skip
+@pytest.mark.parametrize(
+  "recipe, method",
+  [
+    ("w4a16", COMPRESSED), ("nvfp4_ste", MODELOPT),
+    *(pytest.param(r, COMPRESSED, marks=pytest.mark.slow) for r in ("nvfp4_ste", *SERVED)),
+  ],
+)  # fmt: skip
 def test_a_served_recipe_reads_back_as_what_its_product_multiplies(
   tmp_path, weights, recipe, method
 ):
   recipes, sites = _recipes(("layers/.*", recipe))
-  default = Scheme(MODELOPT, schemes.NVFP4, schemes.NVFP4) if method == MODELOPT else None
+  default = Scheme(MODELOPT, schemes.NVFP4, schemes.NVFP4_INPUTS) if method == MODELOPT else None
   plan, rows = _write(tmp_path, weights, recipes, default)
   assert len(plan.matrices) == 14 and not plan.unquantized
   folder, quant = hf_weights.Folder(str(tmp_path)), recipes["layers/1/mlp/up"].fwd.rhs
   hf_weights.check(folder, hf_config.read_config(str(tmp_path)))
   # What the forward product multiplies, but for the scale of the tensor that fused ones share.
   w = np.asarray(weights["layers"]["mlp"]["up"][1])
-  from fp8jax.quantization import quantize
-
   amax = _fused_amax(weights, "up") if quant.scale is Scale.E4M3_OVER_F32 else None
   want = quantize.quantize(w, quant, contraction=0, tensor_amax=amax)
   np.testing.assert_array_equal(folder.read_float(UP), want.dequantize())
@@ -232,3 +253,123 @@ def test_a_served_recipe_reads_back_as_what_its_product_multiplies(
     if (tmp_path / name).exists():
       assert (again / name).read_bytes() == (tmp_path / name).read_bytes(), name
   assert (again / scheme_config.MODELOPT_FILE).exists() == (method == MODELOPT)
+
+
+MIXED = (("layers/.*/mlp/.*", "w4a16"), ("layers/.*/attn/o", "bf16"), ("layers/.*", "fp8_dynamic"))
+
+
+def test_a_mixed_folder_names_its_groups_and_reads_back(tmp_path, weights):
+  plan, _ = _write(tmp_path, weights, _recipes(*MIXED)[0])
+  stated = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+  assert stated["format"] == "mixed-precision"
+  assert stated["ignore"] == ["lm_head", *(f"model.layers.{i}.self_attn.o_proj" for i in (0, 1))]
+  groups = {g["format"]: g["targets"] for g in stated["config_groups"].values()}
+  assert groups.keys() == {"pack-quantized", "float-quantized"}
+  assert sum(groups.values(), []) and len({*sum(groups.values(), [])}) == 12 == len(plan.matrices)
+  assert all(
+    ("mlp" in name) == (form == "pack-quantized") for form, of in groups.items() for name in of
+  )
+  folder = hf_weights.Folder(str(tmp_path))
+  hf_weights.check(folder, CFG)
+  assert folder.scheme(UP).weight == Quant(INT4, (1, 128)) and folder.scheme(UP).inputs is None
+  of_q, of_o = (UP.replace("mlp.up", f"self_attn.{n}") for n in "qo")
+  assert folder.scheme(of_q).weight == folder.scheme(of_q).inputs == Quant(E4M3, (1, 0))
+  assert folder.scheme(of_o) is None
+  assert serving.degrees(plan, CFG) == [1, 2]
+  # Of INT4 groups of 128 inputs half of down's 256 are a shard; of attention's 128 none is cut.
+  whole, _ = _write(tmp_path / "w4", weights, _recipes(("layers/.*", "w4a16"))[0])
+  assert serving.degrees(whole, CFG) == [1]
+  assert serving.degrees(None, CFG) == [1, 2]
+  four = dataclasses.replace(CFG, num_heads=8, num_kv_heads=2, hidden_size=512)
+  assert serving.degrees(None, four) == [1, 2, 4, 8]
+
+
+def test_targets_are_preferred_by_name_then_by_pattern_then_by_class():
+  schemes_ = [_scheme(r) for r in ("w4a16", "w8a16", "int8")]
+  targets = (("Linear",), ("re:.*mlp.*",), ("model.layers.1.mlp.up_proj",))
+  of = scheme_config.Quantization(
+    COMPRESSED, tuple(zip(targets, schemes_)), ("re:.*gate_proj$", "lm_head")
+  )  # fmt: skip
+  for module, want in (("mlp.up", 2), ("mlp.down", 1), ("self_attn.q", 0), ("mlp.gate", None)):
+    found = of.scheme(f"model.layers.1.{module}_proj.weight")
+    assert found == (None if want is None else schemes_[want])
+
+
+@pytest.mark.parametrize(
+  "of_rules, how, said",
+  [
+    ((("layers/.*/attn/q", "w4a16"), ("layers/.*", "w8a16")), {},
+     "q_proj.weight, .*v_proj.weight have different schemes, and servers multiply them as one"),
+    ((("layers/.*", "int5_weights"),), {},
+     "recipe 'int5_weights' multiplied weights as int5 .*: weights in int5: servers multiply"),
+    ((("layers/.*", "fp8_dynamic"),), {"method": MODELOPT},
+     "'modelopt' holds NVFP4 alone, not e4m3 .*; take export.format='compressed-tensors'"),
+  ],
+)  # fmt: skip
+def test_an_export_that_servers_would_not_read_is_refused(weights, tmp_path, of_rules, how, said):
+  default = Scheme(MODELOPT, schemes.NVFP4, schemes.NVFP4_INPUTS) if how else None
+  with pytest.raises(UserError, match=said):
+    _write(tmp_path, weights, _recipes(*of_rules)[0], default)
+  assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_quantized_already_is_quantized_again_only_if_asked(tmp_path, weights):
+  _write(tmp_path / "a", weights, _recipes(("layers/.*", "w8a16"))[0])
+  stored = fp8_export.of_folder(hf_weights.Folder(str(tmp_path / "a")), names.entries(CFG))
+  recipes, _ = _recipes(("layers/.*", "w4a16"))
+  said = "the folder is quantized already, .*_proj.weight as int8 1x. f32, and recipe 'w4a16' asks"
+  with pytest.raises(UserError, match=said):
+    _write(tmp_path / "b", weights, recipes, stored=stored)
+  plan, _ = _write(tmp_path / "b", weights, recipes, stored=stored, requantize=True)
+  assert {m.scheme for m in plan.matrices.values()} == {_scheme("w4a16")}
+  assert not any(m.stored for m in plan.matrices.values())
+
+
+PACKED = UP.replace("weight", "")
+
+
+@pytest.mark.parametrize(
+  "name, value, said",
+  [
+    ("weight_global_scale", np.zeros(1, np.float32), "weight_global_scale has 1 of 1 scales"),
+    ("weight_global_scale", None, "is U8 and its scales .*weight_global_scale are missing"),
+    ("weight_scale", np.full((256, 8), np.nan, ml_dtypes.float8_e4m3fn), "2048 of 2048 scales"),
+    ("weight_scale", np.ones((256, 4), ml_dtypes.float8_e4m3fn), r"has shape \(256, 4\), expected"),
+    ("weight_packed", np.zeros((256, 64), np.int8), "has dtype I8, expected one of U8"),
+    ("weight_packed", None, f"missing tensor {PACKED}weight_packed"),
+  ],
+)
+def test_damaged_tensors_of_two_levels_are_refused_by_name(
+  tmp_path_factory, weights, name, value, said
+):
+  source, folder = _nvfp4(tmp_path_factory, weights), tmp_path_factory.mktemp("damaged")
+  tensors = {n: source.read(n) for n in source.files}
+  tensors |= {PACKED + name: value} if value is not None else {}
+  tensors = {n: x for n, x in tensors.items() if value is not None or n != PACKED + name}
+  safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+  (folder / "config.json").write_bytes((pathlib.Path(source.folder) / "config.json").read_bytes())
+  with pytest.raises(UserError, match=said):
+    hf_weights.load_params(str(folder), CFG)
+
+
+_MADE = {}
+
+
+def _nvfp4(factory, weights) -> hf_weights.Folder:
+  if not _MADE:
+    _MADE["folder"] = factory.mktemp("nvfp4")
+    _write(_MADE["folder"], weights, _recipes(("layers/.*", "nvfp4a16"))[0])
+  return hf_weights.Folder(str(_MADE["folder"]))
+
+
+def test_fused_matrices_share_the_scale_of_the_tensor(tmp_path_factory, weights):
+  folder = _nvfp4(tmp_path_factory, weights)
+  scale = lambda last: folder.read(f"model.layers.1.{last}_proj.weight_global_scale")  # noqa: E731
+  assert (
+    scale("self_attn.q") == scale("self_attn.k") == scale("self_attn.v") != scale("self_attn.o")
+  )
+  assert scale("mlp.gate") == scale("mlp.up") != scale("mlp.down")
+  stored = fp8_export.of_folder(folder, names.entries(CFG))
+  stored[UP] = dataclasses.replace(stored[UP], tensor_scale=2.0)
+  with pytest.raises(UserError, match="gate_proj.weight, .* under different scales of their tens"):
+    _write(tmp_path_factory.mktemp("x"), weights, _recipes(("layers/.*", "bf16"))[0], stored=stored)

@@ -90,7 +90,7 @@ def _write_one(target, weights, cfg, form, how, tokens):
   )  # fmt: skip
   default = schemes.fp8(method, "channel" if follows else "block")
   if method == schemes.MODELOPT:
-    default = schemes.Scheme(method, schemes.NVFP4, schemes.NVFP4)
+    default = schemes.Scheme(method, schemes.NVFP4, schemes.NVFP4_INPUTS)
   fmt, recipes = "auto" if follows else how, site_tree.recipes_of(sites)
   how = dict(follows=follows, scale_fmt=fmt)
   spec = fp8_export.choose(entries, cfg.dims, recipes, default, **how)

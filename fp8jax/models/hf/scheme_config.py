@@ -122,7 +122,7 @@ def to_config(
 
 
 def group(scheme: Scheme) -> str:
-  """What servers read of a scheme: those with equal ones are multiplied alike."""
+  """A scheme's entry in config.json: servers multiply alike where it is equal."""
   return str(_group_of(scheme))
 
 
@@ -205,7 +205,7 @@ def _fine_grained(stated: Mapping[str, Any], where: str) -> Quantization:
 
 def _modelopt(stated: Mapping[str, Any], where: str) -> Quantization:
   _expect(stated, {"quant_algo": ("NVFP4", "W4A16_NVFP4")}, where)
-  inputs = schemes.NVFP4 if stated["quant_algo"] == "NVFP4" else None
+  inputs = schemes.NVFP4_INPUTS if stated["quant_algo"] == "NVFP4" else None
   scheme = Scheme(MODELOPT, schemes.NVFP4, inputs)
   ignored, kv = stated.get("ignore") or (), stated.get("kv_cache_scheme") is not None
   # Its patterns are those of a shell.
@@ -267,7 +267,8 @@ def _quant(args: Any, where: str) -> Quant:
 def _inputs(args: Any, where: str) -> Quant:
   """Of activations, whose scale of a tensor may be stored."""
   quant = _quant(args, where)
-  is_static = quant.tile == (WHOLE, WHOLE) and not args.get("dynamic")
+  whole, is_local = quant.tile == (WHOLE, WHOLE), quant.scale is Scale.E4M3_OVER_F32
+  is_static = whole and not args.get("dynamic") or is_local
   return dataclasses.replace(quant, source=Static()) if is_static else quant
 
 

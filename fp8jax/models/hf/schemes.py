@@ -88,6 +88,7 @@ CONTAINERS = {
   ),
 }  # fmt: skip
 NVFP4 = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32)
+NVFP4_INPUTS = dataclasses.replace(NVFP4, source=Static())
 _TWO_LEVELS = ("nvfp4-pack-quantized", MODELOPT)
 POWERS = (Scale.POW2, Scale.FLOOR, Scale.EVEN, Scale.POW2_DOWN, Scale.GAUDI2)
 
@@ -154,8 +155,7 @@ class Scheme:
   @property
   def static_inputs(self) -> bool:
     """Whether a scale of activations is stored; else servers scale every token or tile."""
-    q = self.inputs
-    return q is not None and (q.source != CURRENT or q.scale is Scale.E4M3_OVER_F32)
+    return self.inputs is not None and self.inputs.source != CURRENT
 
   def holds(self, quant: Quant) -> bool:
     """Whether matrices quantized so are stored as they are."""
@@ -172,10 +172,10 @@ class Scheme:
     """Whether no tile and no packed word of a matrix is partial: transformers infers the tile from
     the two shapes, and kernels read whole words."""
     tiles = all(t == WHOLE or n % t == 0 for n, t in zip(shape, self.tile))
-    return tiles and shape[1] % self._per_word == 0
+    return tiles and shape[1] % self.per_word == 0
 
   @property
-  def _per_word(self) -> int:
+  def per_word(self) -> int:
     """Codes of a row in an element of the stored tensor."""
     bits = {"I32": 32, "U8": 8}.get(self.layout.codes[1])
     return bits // self.weight.format.bits if bits else 1
@@ -194,7 +194,7 @@ class Scheme:
     """
     stem, layout = name.removesuffix("weight"), self.layout
     parts = [
-      (layout.codes[0], layout.codes[1], (shape[0], shape[1] // self._per_word)),
+      (layout.codes[0], layout.codes[1], (shape[0], shape[1] // self.per_word)),
       (*layout.scale, self.scale_shape(shape)),
     ]
     if layout.tensor_scale:
@@ -206,11 +206,7 @@ class Scheme:
     return tuple((stem + last, code, size) for last, code, size in parts)
 
   def packed(self, codes: Codes, input_scale: float | None) -> list[np.ndarray]:
-    """The tensors of a matrix, see `tensors`.
-
-    Raises:
-      ValueError: scales of two levels are no E4M3 multiples of the tensor's.
-    """
+    """The tensors of a matrix, see `tensors`. Raises ValueError: see _first_level."""
     layout, data, scale = self.layout, codes.data, np.asarray(codes.scale, np.float32)
     shape = data.shape
     if layout.codes[1] in ("U8", "I32"):
@@ -287,13 +283,7 @@ class Scheme:
     return value
 
   def problems(self, name: str, stored: Mapping[str, tuple[tuple[int, ...], str]], shape):
-    """What is wrong with the tensors of a matrix, from the headers alone, in words.
-
-    Args:
-      name: of the weight.
-      stored: {tensor: (shape, dtype code)} of the folder.
-      shape: [out, in] that the model has.
-    """
+    """Faults of a matrix of this shape in a folder, in words, from the headers alone."""
     wrong, (codes, scale, *_) = [], self.tensors(name, shape, False)
     if codes[0] not in stored:
       return [f"missing tensor {codes[0]}"]
