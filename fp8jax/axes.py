@@ -35,12 +35,14 @@ class Layout:
     acts: letter -> mesh axes of an activation. A weight is gathered to these before its GEMM.
     is_manual: True inside a `shard_map` region. Scales still see the whole tensor; partial sums and
       weight gathers are then the caller's.
+    microbatches: parts of a step's tokens, one after the other; an array has those of one.
   """
 
   mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
   weights: Rules = ()
   acts: Rules = ()
   is_manual: bool = False
+  microbatches: int = 1
 
   def weight_axes(self, letter: str) -> tuple[str, ...]:
     return dict(self.weights).get(letter, ()) if self.mesh is not None else ()

@@ -112,3 +112,10 @@ def fake_quantize(x, fmt: str, tile, rule: str | bool) -> np.ndarray:
   """float64 values that the narrow matrix stands for."""
   data, scale = quantize(x, fmt, tile, rule)
   return data.astype(np.float64) * scale.astype(np.float64)
+
+
+def sums(product) -> list[float]:
+  """The norm of a product, and its sums with random signs: they stand for it in a golden file."""
+  product = np.asarray(product, np.float64)
+  signs = np.random.default_rng(0).choice([-1.0, 1.0], (4, *product.shape))
+  return [float(np.linalg.norm(product)), *(float((s * product).sum()) for s in signs)]

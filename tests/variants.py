@@ -2,6 +2,7 @@
 
 from fp8jax.ops import site
 from fp8jax.ops.residuals import GemmInput
+from fp8jax.recipe.gemm import Recipe
 
 
 def split(variant: str) -> tuple[str, GemmInput]:
@@ -10,8 +11,10 @@ def split(variant: str) -> tuple[str, GemmInput]:
   return recipe, GemmInput.WGRAD_OPERAND if saved else GemmInput.UNQUANTIZED
 
 
-def single(variant: str, **how) -> site.Site:
-  """site.single of such a name."""
+def single(variant: str | Recipe, **how) -> site.Site:
+  """site.single of such a name, or of a recipe."""
+  if isinstance(variant, Recipe):
+    return site.single(variant, **how)
   recipe, save = split(variant)
   return site.single(recipe, save=save, **how)
 

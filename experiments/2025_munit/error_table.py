@@ -26,14 +26,14 @@ from configs import base  # noqa: E402
 from fp8jax import params as params_lib  # noqa: E402
 from fp8jax.config import resolve  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
-from fp8jax.models import transformer  # noqa: E402
+from fp8jax.models import transformer, unit_scaling  # noqa: E402
 
 SIZES = dict(
   num_layers=2, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=1, head_dim=64,
   vocab_size=4096, max_positions=256, tie_embeddings=False,
 )  # fmt: skip
 SEQUENCES, LENGTH = 8, 256
-_UNIT = {"model.residual_tau": 0.4, "model.init_std": 1.0}
+_UNIT = {"model.residual_tau": 0.4, "model.init_std": 1.0, "optim.grad_clip_norm": 0.0}
 # (changes, the head's recipe, the layers' in the compute dtype and in FP8)
 ARMS = {
   "plain": ({}, "bf16", "bf16", "fp8_unscaled"),
@@ -70,7 +70,8 @@ def mean_loss(arm: str, dtype="float32", is_fp8=False):
 
   def loss(params):
     total = rows["weights_BL"].sum()
-    return transformer.loss(params, spec.sites(), rows, spec.model, run) / total
+    found = transformer.loss(params, spec.sites(), rows, spec.model, run)
+    return unit_scaling.mean(found, total, spec.model)
 
   return loss, spec
 

@@ -78,10 +78,11 @@ def lora_problems(c: Any) -> list[str]:
 def scaling_problems(c: Any, optim: OptimizerConfig, model: ModelConfig) -> list[str]:
   """Settings under which constants of unit scaling and of rates by width would be wrong."""
   texts = []
-  if model.unit_scaling != "none" and c.grad_accum_steps > 1:
+  clips = [f"optim.{key}" for key in ("grad_clip_norm", "clip_groups") if getattr(optim, key)]
+  if model.unit_scaling != "none" and clips:
     texts.append(
-      f"model.unit_scaling={model.unit_scaling!r} with grad_accum_steps={c.grad_accum_steps}: the "
-      "loss's factor is of a microbatch's tokens, not of the step's; set grad_accum_steps=1"
+      f"{' and '.join(clips)} with model.unit_scaling={model.unit_scaling!r}: its gradients are "
+      "so large that every step would be clipped; set optim.grad_clip_norm=0.0, optim.clip_groups=()"
     )
   if optim.base_width and model.lora is not None:
     texts.append(

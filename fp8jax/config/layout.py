@@ -30,10 +30,9 @@ def read(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigError
   if not _check_sharding(c, problems) or shape is None:
     return None
   if math.prod(shape) == 1:
-    return axes.LOCAL
-  return axes.Layout(
-    make_mesh(shape), axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
-  )
+    return axes.Layout(microbatches=c.grad_accum_steps)
+  rules = axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
+  return axes.Layout(make_mesh(shape), *rules, microbatches=c.grad_accum_steps)
 
 
 def _check_sharding(c: Config, problems: ConfigErrors) -> bool:

@@ -71,7 +71,7 @@ def block_output(x_BLD, f_BLD, p, s, cfg: ModelConfig, run: ComputeConfig):
 
 
 def _normed(x_BLD, p, s, cfg: ModelConfig, run: ComputeConfig):
-  weight_D = unit_scaling.parameter(p["norm"], x_BLD.size, cfg)
+  weight_D = unit_scaling.parameter(p["norm"], x_BLD.size, cfg, run)
   h_BLD = prologue.rms_norm(x_BLD, weight_D, cfg.norm_eps, save=run.residuals.norm_inputs)
   return observed(h_BLD, s, "norm")
 

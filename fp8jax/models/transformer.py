@@ -160,7 +160,7 @@ def hidden_and_aux(params, sites, batch, cfg: ModelConfig, run: ComputeConfig, s
 def embed(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """The input of the first layer: tokens embedded, [B, L, D] in the compute dtype."""
   embed = stored_params.value(params["embed"])
-  embed = unit_scaling.parameter(embed, batch["tokens_BL"].size * cfg.hidden_size, cfg)
+  embed = unit_scaling.parameter(embed, batch["tokens_BL"].size * cfg.hidden_size, cfg, run)
   x_BLD = jnp.take(embed, batch["tokens_BL"], axis=0, mode="clip").astype(run.dtype)
   return observed(axes.constrain(x_BLD, "BLD", run.layout), sites, "embed")
 
@@ -196,14 +196,13 @@ def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig)
   params = stored_params.value({k: p for k, p in params.items() if k != "layers"})
   head, eqn = _head(params, cfg)
   h_BLD = normalised(x_BLD, params, sites, cfg, run)
-  h_BLD, head = unit_scaling.head(h_BLD, head, cfg)
+  h_BLD, head = unit_scaling.head(h_BLD, head, cfg, run)
   loss, by_source = cross_entropy_by_source(
     h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk,
     is_frozen=cfg.lora is not None, logits_site=sites.get("logits"),
     sources_BL=batch.get("sources_BL"), num_sources=run.num_sources,
     gradient_gain=unit_scaling.loss_gain(cfg),
   )  # fmt: skip
-  loss = unit_scaling.loss(loss, batch["weights_BL"], cfg)
   return loss, {} if by_source is None else {"by_source": by_source}
 
 
@@ -276,7 +275,7 @@ def runs(sites, *stacks):
 
 def normalised(x_BLD, params, sites, cfg: ModelConfig, run: ComputeConfig):
   """`hidden` of what the last layer gave."""
-  weight_D = unit_scaling.parameter(params["norm"], x_BLD.size, cfg)
+  weight_D = unit_scaling.parameter(params["norm"], x_BLD.size, cfg, run)
   h_BLD = prologue.rms_norm(x_BLD, weight_D, cfg.norm_eps, save=run.residuals.norm_inputs)
   return observed(h_BLD.value(), sites, "norm")
 

@@ -204,7 +204,8 @@ class GemmSpec:
     sizes = dict(zip(self.letters.x + self.letters.w, self.sizes))
     groups = (self.letters.contracted, self.letters.produced, self.letters.tokens)
     powers = zip(groups, (gain.fan_in, gain.fan_out, gain.tokens))
-    return math.prod(math.prod(sizes[c] for c in group) ** power for group, power in powers)
+    one = math.prod(math.prod(sizes[c] for c in group) ** power for group, power in powers)
+    return one * self.layout.microbatches**gain.tokens
 
 
 def local_sizes(letters: str, sizes, layout: axes.Layout) -> dict[str, int]:

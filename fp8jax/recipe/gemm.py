@@ -54,7 +54,7 @@ class Gain:
 
   Attributes:
     fan_in, fan_out, tokens: the exponents a, b, c; sizes of the whole tensors, not of shards.
-      Tokens are those of one product: of a microbatch where a step has several.
+      Tokens are those of a step, of all its microbatches (axes.Layout.microbatches).
   """
 
   fan_in: float = 0.0

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import params as params_lib
-from fp8jax.models import transformer
+from fp8jax.models import transformer, unit_scaling
 from fp8jax.models.mixer import Aux
 from fp8jax.ops import residuals, site_tree, stored_params
 from fp8jax.optim import gradients, param_stats, update
@@ -78,7 +78,7 @@ def take(spec, state, sites, batch, rate, by_param: bool = False) -> update.Step
   def finish(x_BLD, sinks, taps):
     above = site_tree.with_taps(ends, taps)
     loss, sums = transformer.head_loss(x_BLD, _paired(behind, sinks), above, batch, cfg, run)
-    return loss / total, sums
+    return unit_scaling.mean(loss, total, cfg), sums
 
   x_BLD, pull_embed = jax.vjp(embed, _sinks(emb), site_tree.taps(below))
   x_BLD, inputs, aux = _forward(spec, x_BLD, params, sites, batch)

@@ -96,7 +96,8 @@ class Model:
     "of x + f(norm(x)) (µnit scaling, arXiv:2502.05967)", mapped=True)
   unit_scaling: str = key("none", 'factors that give tensors variance 1 at the start: '
     '"loss", of the gradient of logits; "all", of every operation beside linear layers, whose '
-    "factors are their recipes' (unit scaling, arXiv:2303.11257; needs residual_tau)",
+    "factors are their recipes' (unit scaling, arXiv:2303.11257; needs residual_tau; attention's "
+    "is of max_positions, so train at that length)",
     choices=model_config.UNIT_SCALING, mapped=True)
   mixers: tuple | None = key(None, "blocks of a layer, names in models/transformer.py's MIXERS",
     mapped=True)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import params as params_lib
 from fp8jax.kernels import choose
-from fp8jax.models import transformer
+from fp8jax.models import transformer, unit_scaling
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree, stored_params
@@ -151,7 +151,7 @@ def gradients(
       pair = functools.partial(_weight, step=step, micro=micro, grad_autoscale=grad_autoscale)
       weights = jax.tree.map(pair, leaves, params, sinks)
       value, aux = transformer.loss_and_aux(weights, tapped, batch, spec.model, spec.run)
-      value = sum(aux.losses.values(), start=value) / total
+      value = unit_scaling.mean(sum(aux.losses.values(), start=value), total, spec.model)
       return value if scale is None else value * scale, aux
 
     (value, aux), (gradient, stats) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(

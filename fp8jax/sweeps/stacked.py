@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax import axes
 from fp8jax.compiled import fp8_gemms
 from fp8jax.config import identity, named, registry, resolve
 from fp8jax.data import batch_sharding, loader
@@ -87,7 +86,7 @@ def reasons(spec: train_spec.TrainSpec) -> list[str]:
     for key, (default, value) in _changes(spec).items()
     if not registry.is_mapped(key)
   ]
-  if spec.run.layout != axes.LOCAL:
+  if spec.run.layout.mesh is not None:
     texts.append("the mesh has several devices; one device trains a group")
   recipes = site_tree.recipes_of(spec.sites())
   if spec.device.platform != "cpu" and any(r.is_quantized for r in recipes.values()):

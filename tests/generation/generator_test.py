@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tolerances
 
+from fp8jax import params as params_lib
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import UserError
 from fp8jax.generation import api, batching, cache, decode, sampling, weights
@@ -185,11 +186,22 @@ def test_weights_quantized_once_give_the_logits_of_the_training_forward_pass(nam
     quantized[0].unpack()
 
 
+def _unit_scaled(cfg):
+  """(the same shape with unit scaling, weights of deviation 1, rules)."""
+  cfg = dataclasses.replace(cfg, unit_scaling="all", residual_tau=0.4, init_std=1.0)
+  params = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
+  return cfg, params, (("head", "unit_head"), (".*", "unit_scaling"))
+
+
 @SLOW
-def test_decoding_in_fp8_equals_the_training_forward_pass():
-  """Scales are per token, so that a token alone multiplies as it does among others."""
+@pytest.mark.parametrize("scaling", ["block_128", "unit_scaling"])
+def test_decoding_in_fp8_equals_the_training_forward_pass(scaling):
+  """Scales are per token, or constant, so that a token alone multiplies as among others."""
   cfg, params, golden = _model("llama")
-  sites = _sites(cfg, *RULES["block_128"])
+  rules = RULES["block_128"]
+  if scaling == "unit_scaling":
+    cfg, params, rules = _unit_scaled(cfg)
+  sites = _sites(cfg, *rules)
   tokens = golden["tokens"]
   batch = {"tokens_BL": jnp.asarray(tokens), "positions_BL": jnp.tile(jnp.arange(48), (2, 1))}
   want = jax.jit(lambda p: transformer.logits(p, sites, batch, cfg, RUN))(params)

@@ -1,7 +1,7 @@
-"""Writes step.json: products of fixed operands (recipe/golden_products_test.py) and one step of the
-small model of step/invariance_test.py, under every recipe.
+"""Writes step.json: products of fixed operands and masters (recipe/golden_products_test.py), one
+step of the small model of step/invariance_test.py, and attention (ops/quantized_attention_test.py).
 
-command: PYTHONPATH=.:tests:tests/recipe:tests/step python tests/golden/write_step.py
+command: PYTHONPATH=.:tests:tests/recipe:tests/step:tests/ops python tests/golden/write_step.py
 [--recipe NAME] [--only PART]; read the numbers before committing them. A change of these numbers
 belongs under "Numerics" in CHANGELOG.md.
 """
@@ -17,11 +17,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import golden_products_test  # noqa: E402
 import invariance_test as small  # noqa: E402
 import jax  # noqa: E402
+import quantized_attention_test as attention  # noqa: E402
 
 from fp8jax.recipe import library  # noqa: E402
 
 PATH = golden_products_test.PATH
-PARTS = {"products": golden_products_test.products, "steps": small.summary}
+# The rows of a part, and what makes one.
+PARTS = {
+  "products": (golden_products_test.NAMES, golden_products_test.products),
+  "steps": ((*library.RECIPES, small.UNIT), small.summary),
+  "attention": (attention.GOLDEN, attention.summary),
+  "masters": (golden_products_test.MASTERS, golden_products_test.master),
+}
 
 
 def main():
@@ -38,13 +45,13 @@ def main():
     "machine": platform.machine(),
   }
   for part in [wanted.only] if wanted.only else PARTS:
-    found = golden.get(part, {}).get("recipes", {})
-    for recipe in [wanted.recipe] if wanted.recipe else library.RECIPES:
-      found[recipe] = PARTS[part](recipe)
+    found, (names, make) = golden.get(part, {}).get("recipes", {}), PARTS[part]
+    for recipe in [name for name in names if wanted.recipe in (None, name)]:
+      found[recipe] = make(recipe)
       print(part, recipe, flush=True)
-    if wanted.recipe:  # the header is of the others
+    if wanted.recipe and part in golden:  # the header is of the others
       header = golden[part]["header"]
-    golden[part] = {"header": header, "recipes": {r: found[r] for r in library.RECIPES}}
+    golden[part] = {"header": header, "recipes": {r: found[r] for r in names if r in found}}
   PATH.write_text(json.dumps(golden, indent=1) + "\n")
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +143,15 @@ def _off(got, want):
 
 
 SLOW = ("fa3_unrotated", "sage_fwd")
+# Two of them in golden/step.json too, lest oracle and code change together.
+GOLDEN = ("fa3", "sage_bwd")
+RESULTS = ("out", "dq", "dk", "dv")
+
+
+def summary(name: str) -> dict:
+  """Results of a named attention in a few numbers: see golden/write_step.py."""
+  got = _program(attentions.ATTENTIONS[name])(*_draw(np.random.default_rng(0)))
+  return {part: oracle.sums(result) for part, result in zip(RESULTS, got, strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -154,6 +165,12 @@ def test_seven_products_are_those_of_numpy(name):
   for result, exact in zip(got, want, strict=True):
     assert result.dtype == jnp.float32
     assert _off(result[0], exact) < tolerances.FLOAT32_SUM
+  if name in GOLDEN:
+    path = pathlib.Path(__file__).parents[1] / "golden" / "step.json"
+    golden, found = json.loads(path.read_text())["attention"]["recipes"][name], summary(name)
+    for part, sums in golden.items():
+      off = np.abs(np.subtract(found[part], sums)).max()
+      assert off < tolerances.FLOAT32_SUM * sums[0], part
 
 
 def test_without_quants_gradients_are_jax_s():

@@ -1,4 +1,5 @@
 """The three products of every recipe on fixed operands: codes and scales bit for bit, sums nearly.
+Of papers' recipes one of every kind of number, and logarithmic masters.
 
 A whole step is no test of a recipe: rounding to nearest is chaotic within it (invariance_test.py),
 so that the golden steps of different recipes lie within each other's budgets. What a recipe makes
@@ -14,21 +15,32 @@ import zlib
 
 import jax
 import numpy as np
+import oracle
 import pytest
 import tolerances
 import variants
 
+from fp8jax import formats
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.ops import dots
 from fp8jax.ops import scaling as scaling_lib
+from fp8jax.optim import storage
 from fp8jax.quantization import amax_history
-from fp8jax.recipe.gemm import PASSES
+from fp8jax.recipe.gemm import PASSES, Gemm, Recipe
 from fp8jax.recipe.library import RECIPES
+from fp8jax.recipe.papers import PAPERS
+from fp8jax.recipe.quant import Quant
 
+# A grid of no dtype, in blocks; bits cut off; constant factors; logarithms.
+_SOFT = Gemm(*[Quant(formats.by_name("e4m4"), (1, 32))] * 2, 32)
+OTHERS = {"e4m4": Recipe("e4m4", _SOFT, _SOFT, _SOFT)} | {
+  name: PAPERS[name] for name in ("mask_e8m4", "unit_scaling", "lns8")
+}
+NAMES = (*RECIPES, *OTHERS)
+MASTERS = ("lns12",)
 PATH = pathlib.Path(__file__).parents[1] / "golden" / "step.json"
 # Tokens, in, out: partial tiles of 128; multiples of the 16 that Hadamard rotates.
 TOKENS, IN, OUT = 144, 160, 32
-SIGNS = 4  # sums with random signs that stand for a product
 
 
 def _operands():
@@ -54,7 +66,7 @@ def products(recipe: str) -> dict:
     outputs: {"y", "dx", "dw": the norm, then sums with random signs}.
   """
   x, w, g = _operands()
-  site = variants.single(recipe, matmul="reference")
+  site = variants.single(OTHERS.get(recipe, recipe), matmul="reference")
   amaxes = np.array([np.abs(t).max() for t in (x, w, g)], np.float32)
   if site.recipe.is_stateful:
     # Past amaxes that are those of no operand; the largest of x saturate.
@@ -81,25 +93,25 @@ def products(recipe: str) -> dict:
   narrow = [p for p in PASSES if getattr(site.recipe, p).is_quantized]
   return {
     "operands": {
-      f"{p}.{side}": _digest(operand)
+      f"{p}.{side}": _digest(operand.data, operand.scale, operand.tile)
       for p, pair in zip(narrow, made, strict=True)
       for side, operand in zip(("lhs", "rhs"), pair)
     },
     "amaxes": [float(a) for amax_3 in scaling_states.values() for a in amax_3],
-    "outputs": dict(zip(("y", "dx", "dw"), map(_sums, outputs))),
+    "outputs": dict(zip(("y", "dx", "dw"), map(oracle.sums, outputs))),
   }
 
 
-def _digest(operand) -> str:
-  codes, scale = np.ascontiguousarray(operand.data), np.ascontiguousarray(operand.scale)
-  kind = f"{codes.dtype} {codes.shape} {scale.dtype} {scale.shape} {operand.tile}"
+def _digest(codes, scale, tile) -> str:
+  codes, scale = np.ascontiguousarray(codes), np.ascontiguousarray(scale)
+  kind = f"{codes.dtype} {codes.shape} {scale.dtype} {scale.shape} {tile}"
   return hashlib.sha256(kind.encode() + codes.tobytes() + scale.tobytes()).hexdigest()[:16]
 
 
-def _sums(product) -> list[float]:
-  product = np.asarray(product, np.float64)
-  signs = np.random.default_rng(0).choice([-1.0, 1.0], (SIGNS, *product.shape))
-  return [float(np.linalg.norm(product)), *(float((s * product).sum()) for s in signs)]
+def master(name: str) -> str:
+  """Digest of codes, scale and tile of a master that is the weight of `_operands()`."""
+  stored = jax.device_get(storage.store_master(_operands()[1], storage.MASTERS[name]))
+  return _digest(stored.data, stored.scale, stored.quant.tile)
 
 
 def differences(got: dict, want: dict) -> list[str]:
@@ -115,8 +127,8 @@ def differences(got: dict, want: dict) -> list[str]:
   return found
 
 
-def _golden() -> dict:
-  return json.loads(PATH.read_text())["products"]["recipes"]
+def _golden(part: str = "products") -> dict:
+  return json.loads(PATH.read_text())[part]["recipes"]
 
 
 # Of every idea the recipe that has most of it; the rest compile for ten seconds.
@@ -128,12 +140,15 @@ QUICK = (
   "rowwise_gw_hp",
   "block_128",
   "nvfp4_sr_rht",
+  "e4m4",
+  "mask_e8m4",
+  "unit_scaling",
 )
 
 
 @pytest.mark.parametrize(
   "recipe",
-  [pytest.param(r, marks=[] if r in QUICK else [pytest.mark.slow]) for r in (*RECIPES, *SAVED)],
+  [pytest.param(r, marks=[] if r in QUICK else [pytest.mark.slow]) for r in (*NAMES, *SAVED)],
 )
 def test_products_are_the_golden_ones(recipe):
   """The form of a residual changes no number."""
@@ -142,6 +157,10 @@ def test_products_are_the_golden_ones(recipe):
 
 def test_no_recipe_passes_for_another():
   golden = _golden()
-  assert list(golden) == list(RECIPES), "python tests/golden/write_step.py --recipe NAME"
+  assert tuple(golden) == NAMES, "python tests/golden/write_step.py --recipe NAME"
   for one, other in itertools.permutations(golden, 2):
     assert differences(golden[one], golden[other]), (one, other)
+
+
+def test_logarithmic_masters_are_the_golden_ones():
+  assert {name: master(name) for name in MASTERS} == _golden("masters")

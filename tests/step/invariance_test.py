@@ -47,6 +47,13 @@ SIZES = dict(
 )  # fmt: skip
 ROWS, LENGTH = 8, 128
 NARROW = [name for name, r in library.RECIPES.items() if r.is_quantized]
+# A model of its own: factors instead of scales.
+UNIT = "unit_scaling"
+UNIT_CHANGES = {
+  "precision.rules": (("head", "unit_head"), (".*", UNIT)), "model.unit_scaling": "all",
+  "model.residual_tau": 0.36, "model.init_std": 1.0, "model.tie_embeddings": False,
+  "optim.grad_clip_norm": 0.0,
+}  # fmt: skip
 SAVED = [f"{name} saved" for name in ("block_128", "tensor_current", "tensor_delayed")]
 
 
@@ -55,8 +62,8 @@ def _spec(recipe, accumulation=1, remat="none", shape=None, rows=ROWS, length=LE
   c = base.get_config()
   c.model.update(SIZES)
   c.update_from_flattened_dict({
-    **variants.changes(recipe), "grad_accum_steps": accumulation,
-    "memory.remat_policy": remat,
+    **(UNIT_CHANGES if recipe == UNIT else variants.changes(recipe)),
+    "grad_accum_steps": accumulation, "memory.remat_policy": remat,
     "global_batch": rows, "eval.batch": 8, "seq_len": length, "memory.loss_chunk": 128,
     "mesh.fsdp": 1 if shape is None else shape[1], "mesh.data": 1 if shape is None else shape[0],
     "mesh.tensor": 1 if shape is None else shape[2],
@@ -82,8 +89,8 @@ def _batch(rows=ROWS, length=LENGTH):
 
 
 @functools.cache
-def _params():
-  spec = _spec("bf16")
+def _params(recipe="bf16"):
+  spec = _spec(recipe)
   return jax.tree.map(
     np.asarray, params_lib.init(jax.random.key(1), spec.declaration, spec.model.dims)
   )
@@ -127,7 +134,7 @@ def _steps(recipe, *, unroll=False, rows=ROWS, length=LENGTH, nudges=0, **how):
     size = 1e-7 * bool(i)
     params = jax.tree.map(
       lambda x, size=size: (x * (1 + size * rng.standard_normal(x.shape))).astype(np.float32),
-      _params(),
+      _params(UNIT if recipe == UNIT else "bf16"),
     )
     loss, gradient, seen = step(params)
     amaxes = {name: x[:, 0] for name, x in site_tree.per_layer(sites, seen).items()}
@@ -266,7 +273,7 @@ def summary(recipe) -> dict:
 
 GOLDEN = [
   pytest.param(r, marks=[] if r in QUICK or r == "bf16" else [pytest.mark.slow])
-  for r in ["bf16", *NARROW, "block_128 saved"]
+  for r in ["bf16", *NARROW, UNIT, "block_128 saved"]
 ]
 
 

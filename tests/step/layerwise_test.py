@@ -53,6 +53,7 @@ def _begin(runner):
                                "memory.save_layer_inputs": "e4m3_16"}, marks=pytest.mark.slow),
     pytest.param("nvfp4_sr_rht", {"optim.optimizer": "lion", "optim.moment_format": "bf16"},
                  marks=pytest.mark.slow),
+    pytest.param("bf16", {"model.unit_scaling": "loss"}, marks=pytest.mark.slow),
   ],
 )  # fmt: skip
 def test_both_orders_take_the_same_step(recipe, changes):

@@ -195,9 +195,11 @@ def test_first_bad_site_of_the_backward_pass_is_the_last_layer_with_a_bad_gradie
   )
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulation):
-  spec = harness.one_layer_spec(grad_accum_steps=accumulation)
+@pytest.mark.parametrize("accumulation, scaling", [(1, "none"), (2, "loss")])
+def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulation, scaling):
+  """Or gradients of the sum, times a constant of the vocabulary (model.unit_scaling)."""
+  changes = {"model.unit_scaling": scaling, "optim.grad_clip_norm": 0.0}
+  spec = harness.one_layer_spec(grad_accum_steps=accumulation, **changes)
   batch = harness.weighted_batch(rng, (2,) if accumulation == 2 else ())
   params = train_step.make_state(spec).params
   whole = {
@@ -214,8 +216,10 @@ def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulatio
   loss, gradient, *_ = train_step.gradients(spec, params, spec.sites(), batch)
   assert 0 < whole["weights_BL"].sum() < whole["weights_BL"].size
   assert float(loss) == pytest.approx(float(want), rel=1e-5)
+  of_sum = whole["weights_BL"].sum() * spec.model.vocab_size / (spec.model.vocab_size - 1) ** 0.5
+  factor = 1 if scaling == "none" else of_sum
   for got, expected in zip(jax.tree.leaves(gradient), jax.tree.leaves(of_params), strict=True):
-    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(got / factor, expected, rtol=1e-3, atol=1e-6)
 
 
 def _poisoned(spec):
