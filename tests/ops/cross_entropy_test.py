@@ -81,7 +81,7 @@ def test_losses_by_source_are_sums_of_the_textbook(rng, is_differentiated):
   sources = rng.choice(4, (B, L), p=[0.1, 0.0, 0.2, 0.7]).astype(np.int32)
 
   def loss(h, sources):
-    total, by_source = cross_entropy_by_source(
+    total, by_source, _ = cross_entropy_by_source(
       h, head, "BLD,DV->BLV", targets, weights, site_lib.single("bf16"), 16,
       sources_BL=sources, num_sources=4,
     )  # fmt: skip
