@@ -71,6 +71,7 @@ NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only m
   model.lora.alpha model.lora.targets model.lora.base precision.sensitivity precision.schedule
   precision.policy precision.calibration kernels.optimizer memory.gpu_fraction data.chat_template
   data.template_date data.samples_per_step data.epochs data.on_untrained optim.moment_format
+  distill.weight distill.temperature distill.teacher
   optim.master_format optim.grad_format optim.in_backward loss_scale.kind eval.every
   checkpoint.every checkpoint.keep checkpoint.accept_changes log.tracker log.profile
   log.tensor_stats_every log.param_stats log.source_loss log.alarms"""
