@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "lab")]
 
+import design  # noqa: E402
 import results as results_lib  # noqa: E402
 import runs as runs_lib  # noqa: E402
 import stability  # noqa: E402
@@ -152,7 +153,7 @@ def verdict(question: str, estimate: statistics.Estimate) -> str:
   return statistics.verdict(estimate.low, estimate.high, 0.0, WORDS[question])
 
 
-def row(system: runs_lib.System, comparison: runs_lib.Comparison, of: Index, rate=None) -> Row:
+def row(system: design.System, comparison: design.Comparison, of: Index, rate=None) -> Row:
   """The row of a comparison, at one learning rate."""
   arms = {arm.name: arm for arm in system.arms}
   groups = [
@@ -202,7 +203,7 @@ def row(system: runs_lib.System, comparison: runs_lib.Comparison, of: Index, rat
 _RATE = "optim.peak_lr"
 
 
-def rows(of: Index, systems: Sequence[runs_lib.System] = runs_lib.SYSTEMS) -> list[Row]:
+def rows(of: Index, systems: Sequence[design.System] = runs_lib.SYSTEMS) -> list[Row]:
   """Every comparison of every system, at every rate."""
   return [
     row(system, comparison, of, rate)
@@ -230,7 +231,7 @@ class Curve:
     return min(self.losses, key=lambda rate: self.losses[rate])
 
 
-def curves(of: Index, systems: Sequence[runs_lib.System] = runs_lib.SYSTEMS) -> list[Curve]:
+def curves(of: Index, systems: Sequence[design.System] = runs_lib.SYSTEMS) -> list[Curve]:
   """Of every arm of systems with rates and no comparison, of which one origin has every run."""
   found = []
   for system, arm in ((s, a) for s in systems if s.rates and not s.comparisons for a in s.arms):
@@ -274,7 +275,7 @@ def markdown(found: Sequence[Row], of: Index | None = None, by_rate: Sequence[Cu
     "illustration has two seeds and no verdict. Seeds were counted before the runs: 3 of 6 are not",
     "all yet, and the word may change.",
   ]
-  lines += _systems(found)
+  lines += ["", progress(found, by_rate), *_systems(found)]
   columns = ("comparison", "claim", "quantity", "tokens", "seeds", "effect, %", "interval, %",
              "noise floor, %", "verdict")  # fmt: skip
   for slug in dict.fromkeys(r.system for r in found):
@@ -308,15 +309,34 @@ def markdown(found: Sequence[Row], of: Index | None = None, by_rate: Sequence[Cu
   return "\n".join(lines) + "\n"
 
 
+def _is_decided(row: Row) -> bool:
+  """Whether all seeds are there and the word is a verdict."""
+  return len(row.seeds) >= row.planned and not row.verdict.startswith(OPEN)
+
+
+def progress(found: Sequence[Row], by_rate: Sequence[Curve] = ()) -> str:
+  """How many papers have a verdict, are begun, are not run. A search of rates is its paper's."""
+  of = lambda slugs: {slug.removesuffix("_rates") for slug in slugs}  # noqa: E731
+  papers = of(s.slug for s in runs_lib.SYSTEMS if not s.slug.startswith(runs_lib.CORPUS))
+  decided = papers & of(r.system for r in found if _is_decided(r))
+  begun = of(r.system for r in found if r.verdict != NOT_RUN) | of(c.system for c in by_rate)
+  begun = papers & begun - decided
+  counts = map(len, (papers, decided, begun, papers - decided - begun))
+  return (
+    "Of {} papers, the number with a verdict from all its seeds is {}; begun without one (a pair "
+    "of runs is there), {}; not run, {}."
+  ).format(*counts)
+
+
 def _systems(found: Sequence[Row]) -> list[str]:
   """The table of systems: the test of each one's arithmetic, and what its comparisons decide."""
   columns = ("system", "its arithmetic, by a test", "comparisons", "begun", "decided")
   lines = ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
   for slug in dict.fromkeys(s.slug for s in runs_lib.SYSTEMS):
     own = [r for r in found if r.system == slug]
-    decided = sum(len(r.seeds) >= r.planned and not r.verdict.startswith(OPEN) for r in own)
-    file, _, name = runs_lib.ARITHMETIC.get(slug, "").partition("::")
-    test = f"[{name.removeprefix('test_').replace('_', ' ')}](../tests/{file})" if file else "-"
+    decided = sum(map(_is_decided, own))
+    file, _, name = runs_lib.ARITHMETIC[slug].partition("::")
+    test = f"[{name.removeprefix('test_').replace('_', ' ')}](../tests/{file})" if name else file
     begun = sum(r.verdict != NOT_RUN for r in own)
     lines.append(f"| {slug} | {test} | {len(own)} | {begun} | {decided} |")
   return lines
@@ -335,7 +355,7 @@ def main(folder: str = str(RESULTS)):
   (HERE / "ledger.json").write_text(records.to_json(table, indent=1) + "\n")
   import pictures  # altair, half a second
 
-  pictures.write(found)
+  pictures.write(found, of)
   counts = collections.Counter(r.verdict for r in found)
   print(json.dumps(counts, indent=1))
 

@@ -194,17 +194,24 @@ def test_items_needed_show_the_parity_of_equal_arms():
 
 
 def test_so_many_seeds_give_a_verdict_with_the_chance_that_is_said():
-  """Against draws: the first n at which 80 % of intervals lie inside, and n - 1 at which not."""
+  """Against draws: the first n at which 80 % of intervals lie inside, and n - 1 at which not.
+
+  Of one bound the chance is besides the noncentral t distribution's.
+  """
   rng = np.random.default_rng(0)
-  for mean, low, high in ((0.05, -0.25, 0.25), (0.8, 0.25, math.inf), (-0.5, -math.inf, 0.0)):
-    n = statistics.seeds_needed(mean, 0.3, low, high, count=3)
-    share = []
+  asked = ((0.05, 0.3, -0.25, 0.25), (0.8, 0.3, 0.25, math.inf), (-0.5, 0.3, -math.inf, 0.0),
+           (2.0, 0.47, 0.0, math.inf), (0.0, 0.07, -0.25, 0.25))  # fmt: skip
+  for mean, deviation, low, high in asked:
+    n, share = statistics.seeds_needed(mean, deviation, low, high, count=3), []
     for seeds in (n - 1, n, n + 2):
-      draws = rng.normal(mean, 0.3, (20_000, seeds))
-      # The deviation is taken as known where seeds are counted, and estimated by an interval.
-      half = stats.t.ppf(1 - 0.025 / 3, seeds - 1) * 0.3 / math.sqrt(seeds)
+      draws = rng.normal(mean, deviation, (20_000, seeds))
+      half = stats.t.ppf(1 - 0.025 / 3, seeds - 1) * draws.std(1, ddof=1) / math.sqrt(seeds)
       inside = (draws.mean(1) - half > low) & (draws.mean(1) + half < high)
       share.append(float(inside.mean()))
     assert share[0] < 0.81 and share[1] > 0.79 and share[2] > share[1], (mean, n, share)
+    distance = min(abs(mean - end) for end in (low, high)) / deviation
+    chance = [stats.nct.sf(stats.t.ppf(1 - 0.025 / 3, k - 1), k - 1, distance * math.sqrt(k))
+              for k in (n - 1, n)]  # fmt: skip
+    assert chance[0] < 0.8 <= chance[1] or math.isfinite(high - low)
   assert statistics.seeds_needed(0.25, 0.3, -0.25, 0.25) is None  # it lies on the bound
   assert statistics.seeds_needed(0.0, 0.0, -0.25, 0.25) == 3

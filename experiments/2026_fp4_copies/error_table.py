@@ -1,16 +1,19 @@
 """Copies for the backward pass in BF16, E4M3 and MXFP4: compiled bytes, errors of gradients.
 
 command: JAX_PLATFORMS=cpu python experiments/2026_fp4_copies/error_table.py    (three minutes)
+         ... error_table.py --page    writes the page's tables of both results.json again
 
 Inputs of norms, gate and up are kept in the format (memory.save_norm_inputs, memory.save_gate_up).
 
   bytes   that the backward pass reads of all layers, per token and layer, as XLA compiled the lab's
-          step of 0.8M parameters for this CPU (memory_pareto/pareto.py: of 7B's shape, for an H200)
+          step of 0.8M parameters for this CPU; of 7B's shape and for an H200 in
+          memory_pareto/results.json (memory_pareto/pareto.py)
   errors  of all gradients of SmolLM2-135M, two batches of 128 held-out tokens, beside those without
           copies in float32; per weight the norm of the difference over the norm, median and
           largest of the layers' weights; of norms' gains; in % (make run fetches the weights)
 """
 
+import json
 import pathlib
 import sys
 
@@ -83,7 +86,31 @@ def errors(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dict[str,
           "gains, median": float(np.median(of_norms))}  # fmt: skip
 
 
-def main():
+def of_7b() -> str:
+  """The table of 7B's shape: block_128, inputs of linears in FP8, copies beside them."""
+  kept = json.loads((HERE.parent / "memory_pareto" / "results.json").read_text())
+  arms = [one for one in kept["results"] if one["copies"].get("save_gemm_inputs") == "quantized"]
+  return tensors.markdown(
+    ["7B's shape, copies", "bytes", "declared", "temporaries, GiB"],
+    [[f"7B, {one['copies'].get('save_gate_up', 'none')}", f"{one['bytes_compiled']:.1f}",
+      f"{one['bytes_declared']:.1f}", f"{one['temporaries'] / 2**30:.2f}"]
+     for one in arms if (one["recipe"], one["remat"]) == ("block_128", "operands")],
+  )  # fmt: skip
+
+
+def tables(found: dict[str, dict[str, float]]) -> str:
+  of_arms = [name for name in found if name not in COPIES]
+  return "\n\n".join((
+    tensors.markdown(["copies", *found["none"]],
+                     [[f"`{f}`", *(f"{v:.1f}" for v in found[f].values())] for f in COPIES]),
+    of_7b(),
+    tensors.markdown(["products, copies", *(f"{k}, %" for k in found[of_arms[0]])],
+                     [[name, *(f"{100 * v:.2f}" for v in found[name].values())]
+                      for name in of_arms]),
+  ))  # fmt: skip
+
+
+def measured() -> dict[str, dict[str, float]]:
   found: dict[str, dict[str, float]] = {}
   for copies in COPIES:
     found[copies] = small_step(copies)
@@ -95,14 +122,15 @@ def main():
     for n, one in enumerate(both):
       found[f"{name}, copies {copies}, batch {n + 1}"] = one
     print(name, copies, both, flush=True)
+  return found
+
+
+def main():
+  if sys.argv[1:] == ["--page"]:
+    tensors.write_table(HERE, tables(json.loads((HERE / "results.json").read_text())["results"]))
+    return
+  found = measured()
   of_arms = [name for name in found if name not in COPIES]
-  table = "\n\n".join((
-    tensors.markdown(["copies", *found["none"]],
-                     [[f"`{f}`", *(f"{v:.1f}" for v in found[f].values())] for f in COPIES]),
-    tensors.markdown(["products, copies", *(f"{k}, %" for k in found[of_arms[0]])],
-                     [[name, *(f"{100 * v:.2f}" for v in found[name].values())]
-                      for name in of_arms]),
-  ))  # fmt: skip
   points = [{"arm": name.rpartition(", ")[0], "of": key, "error": 100 * found[name][key]}
             for name in of_arms for key in ("all", "weights, median", "gains, median")]  # fmt: skip
   order = list(dict.fromkeys(p["arm"] for p in points))
@@ -113,7 +141,7 @@ def main():
             y=alt.Y("arm:N", sort=order, title=None), color=alt.Color("of:N", title=None))
     .properties(width=380, height=180)
   )  # fmt: skip
-  tensors.write(HERE, found, table, chart)
+  tensors.write(HERE, found, tables(found), chart)
 
 
 if __name__ == "__main__":

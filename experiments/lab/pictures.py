@@ -5,6 +5,7 @@ number of its seeds, its noise floor and the ledger's own word; a comparison wit
 that says so. Errors are of single passes and decide nothing about a loss.
 """
 
+import itertools
 import json
 import math
 import pathlib
@@ -16,7 +17,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
 import altair as alt  # noqa: E402
+import design  # noqa: E402
 import runs as runs_lib  # noqa: E402
+import stability  # noqa: E402
 import vl_convert  # noqa: E402
 
 from fp8jax.compiled import saved_tensors  # noqa: E402
@@ -109,6 +112,37 @@ def _titled(text: str) -> alt.TitleParams:
 
 def _word(verdict: str) -> str:
   return next((word for word in COLORS if verdict.startswith(word)), "")
+
+
+# --- shares of runs that diverge ------------------------------------------------------------------
+
+
+def share_label(system: design.System, arm: str, rate: float, share: stability.Share | None) -> str:
+  count = f"n = {stability.count(system, share)}" if share else "not run"
+  return f"{arm}, rate {rate:g} ({system.slug.partition('_')[2]}): {count}"
+
+
+def diverged(system: design.System, shares: Sequence[stability.Share], title: str = ""):
+  """A line per rate and arm: share of runs that diverge with Wilson's interval, or "not run"."""
+  made = {(s.arm, s.rate): s for s in shares}
+  values = []
+  for rate, arm in itertools.product(system.rates, (arm.name for arm in system.arms)):
+    share = made.get((arm, rate))
+    one: dict[str, Any] = {"row": share_label(system, arm, rate, share)}
+    if share:
+      of = share.diverged
+      one |= {"share": 100 * of.estimate, "low": 100 * of.low, "high": 100 * of.high}
+    values.append(one)
+  names = [one["row"] for one in values]
+  x = {"scale": alt.Scale(domain=[0, 100]), "title": "runs that diverge, %"}
+  base = alt.Chart(alt.Data(values=values)).encode(
+    y=alt.Y("row:N", sort=names, title=None, scale=alt.Scale(domain=names),
+            axis=alt.Axis(labelLimit=560, grid=True)),
+  ).transform_filter("isValid(datum.share)")  # fmt: skip
+  return alt.layer(
+    base.mark_rule(strokeWidth=2, color="#0072B2").encode(x=alt.X("low:Q", **x), x2="high:Q"),
+    base.mark_circle(size=60, opacity=1, color="#0072B2").encode(x=alt.X("share:Q", **x)),
+  ).properties(title=_titled(title), width=WIDTH, height=LINE * len(values))
 
 
 # --- errors of the folders ------------------------------------------------------------------------
@@ -219,7 +253,7 @@ _KINDS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7")
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-def nbytes(run: runs_lib.Run) -> tuple[float, float]:
+def nbytes(run: design.Run) -> tuple[float, float]:
   """(bytes per parameter of weight, master, gradient and moments; per token and layer of what the
   forward pass keeps), counted from the configuration (`--job=memory` compares them with a program).
   """
@@ -229,11 +263,11 @@ def nbytes(run: runs_lib.Run) -> tuple[float, float]:
   return sum(spec.optim.bytes_per_parameter().values()), kept / tokens / spec.model.num_layers
 
 
-def is_about_bytes(changes: runs_lib.Changes) -> bool:
+def is_about_bytes(changes: design.Changes) -> bool:
   return any(key.endswith("_format") or key.startswith("memory.save_") for key, _ in changes)
 
 
-def savings(rows: Sequence[Any], count: Callable[[runs_lib.Run], tuple[float, float]] = nbytes):
+def savings(rows: Sequence[Any], count: Callable[[design.Run], tuple[float, float]] = nbytes):
   """[(row, {"parameter": (own, baseline's), "token": likewise})] of rows that save bytes."""
   by_slug, made, counted = {s.slug: s for s in runs_lib.SYSTEMS}, [], {}
   for row in rows:
@@ -292,13 +326,20 @@ def _drawn(question: str, notes: Sequence[str], *panels) -> str:
   return vl_convert.vegalite_to_svg(charts.spec(chart))
 
 
-def draw(rows: Sequence[Any], experiments: pathlib.Path = HERE.parent) -> dict[str, str]:
+def draw(
+  rows: Sequence[Any], of_runs: stability.Index, experiments: pathlib.Path = HERE.parent
+) -> dict[str, str]:
   """{name: SVG} of the four questions.
 
   Args:
-    rows: of the ledger (ledger.Row).
+    rows, of_runs: of the ledger (ledger.Row, ledger.Index).
     experiments: the folder of the folders.
   """
+  masks = [
+    diverged(s, stability.shares(s, stability.found(s, of_runs)),
+             "runs that diverge, by mask and rate: share, Wilson's 95 %")
+    for s in runs_lib.SYSTEMS if "divergence" in s.shows
+  ]  # fmt: skip
   of = lambda chosen: [row for row in rows if chosen(row)]  # noqa: E731
   saved = savings(rows)
   tables = lambda of: [errors(table, experiments) for table in of]  # noqa: E731
@@ -307,15 +348,15 @@ def draw(rows: Sequence[Any], experiments: pathlib.Path = HERE.parent) -> dict[s
     "scales": _drawn("Which scales matter?", (_LEGEND, _NO_FLOOR),
                      effects(of(scales), "on the loss"), *tables(ERRORS_OF_SCALES)),
     "breaks": _drawn("What breaks first?", (_LEGEND, _NO_FLOOR),
-                     effects(of(breaks), "on the loss, by bits and masks"),
+                     effects(of(breaks), "on the loss, by bits and masks"), *masks,
                      *tables(ERRORS_OF_PRODUCTS)),
     "saves": _drawn("What does each save?", (_LEGEND, "bytes: counted; tick: the baseline's"),
                     effects([row for row, _ in saved], "on the loss"), _saved(saved)),
   }  # fmt: skip
 
 
-def write(rows: Sequence[Any], folder: pathlib.Path = FOLDER):
+def write(rows: Sequence[Any], of_runs: stability.Index, folder: pathlib.Path = FOLDER):
   """FOLDER/trains.svg and so on."""
   folder.mkdir(exist_ok=True)
-  for name, svg in draw(rows).items():
+  for name, svg in draw(rows, of_runs).items():
     page.write(str(folder / f"{name}.svg"), svg)

@@ -11,7 +11,7 @@ import pathlib
 import platform
 from typing import Any
 
-import runs as runs_lib
+import design
 
 from fp8jax import records
 from fp8jax.errors import UserError
@@ -36,7 +36,7 @@ class Result:
     seconds: of all steps.
   """
 
-  run: runs_lib.Run
+  run: design.Run
   status: str
   losses: tuple[float, ...]
   warmup: int
@@ -73,7 +73,7 @@ def cpu(path: str = "/proc/cpuinfo") -> str:
   return f"{of.get('model name', 'unknown')} ({numbers})"
 
 
-def of_workdir(run: runs_lib.Run, workdir: str, status: str) -> Result:
+def of_workdir(run: design.Run, workdir: str, status: str) -> Result:
   """The result of a run that is over.
 
   Raises:
@@ -113,7 +113,7 @@ def write(result: Result, folder: str):
   records.write_atomic(path(result.run, folder), records.to_json(value, indent=None) + "\n")
 
 
-def path(run: runs_lib.Run, folder: str) -> str:
+def path(run: design.Run, folder: str) -> str:
   return str(pathlib.Path(folder, f"{run.name}.json"))
 
 
@@ -125,7 +125,7 @@ def read(file: str | pathlib.Path) -> Result:
   """
   try:
     value = json.loads(pathlib.Path(file).read_text())
-    run = runs_lib.Run(**{**value["run"], "changes": _tuples(value["run"]["changes"])})
+    run = design.Run(**{**value["run"], "changes": _tuples(value["run"]["changes"])})
     losses = tuple(map(float, value["losses"]))
     result = Result(**{**value, "run": run, "losses": losses})
     missing = [name for name in ORIGIN if name not in result.origin]

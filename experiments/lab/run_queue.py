@@ -22,6 +22,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
+import design  # noqa: E402
+import hours as hours_lib  # noqa: E402
 import results  # noqa: E402
 import runs as runs_lib  # noqa: E402
 
@@ -46,7 +48,7 @@ class Job(spec.Trial):
     sweep: path of the sweep's file.
   """
 
-  members: tuple[tuple[runs_lib.Run, str], ...] = ()
+  members: tuple[tuple[design.Run, str], ...] = ()
   hours: float = 0.0
   sweep: str = ""
 
@@ -108,7 +110,7 @@ def keep(job: Job, outcome: outcome_lib.Outcome, folder: str, tell):
       tell(f"no result of {run.name}: {e}")
 
 
-def _sweep(runs: list[runs_lib.Run]) -> spec.Sweep:
+def _sweep(runs: list[design.Run]) -> spec.Sweep:
   """An arm's runs, rate by rate and seed by seed."""
   first = runs[0]
   config, changes = first.trial
@@ -126,19 +128,19 @@ def _sweep(runs: list[runs_lib.Run]) -> spec.Sweep:
   return spec.Sweep(file, axes=axes, arms=(arm,), seeds=seeds, fixed=fixed, stop_above=1.0)
 
 
-def jobs(systems: list[runs_lib.System], workdir: str, done: set[str], measured) -> list[Job]:
+def jobs(systems: list[design.System], workdir: str, done: set[str], measured) -> list[Job]:
   """Jobs of all runs that have no result, seed by seed, of a seed verdicts before illustrations.
 
   Args:
     done: names of runs that are over.
     measured: hours.json.
   """
-  alone = [run for run in runs_lib.all_runs([s for s in systems if not s.is_mapped]).values()]
+  alone = [run for run in design.all_runs([s for s in systems if not s.is_mapped]).values()]
   made = []
   for run in sorted(alone, key=lambda run: run.seed):
     if run.name not in done:
       folder = os.path.join(workdir, "runs", run.name)
-      cost = runs_lib.hours(run, measured)
+      cost = hours_lib.hours(run, measured)
       made.append(Job(*run.trial, folder, members=((run, folder),), hours=cost))
   for system in (s for s in systems if s.is_mapped):
     for arm in system.arms:
@@ -148,7 +150,7 @@ def jobs(systems: list[runs_lib.System], workdir: str, done: set[str], measured)
       folder = os.path.join(workdir, "runs", own[0].group.rpartition("-peak_lr")[0] or own[0].group)
       sweep = _sweep(own)
       members = tuple(zip(own, (t.workdir for t in sweep.trials(folder)), strict=True))
-      cost = sum(runs_lib.hours(run, measured, len(own)) for run in own)
+      cost = sum(hours_lib.hours(run, measured, len(own)) for run in own)
       made.append(Job(*own[0].trial, folder, members=members, hours=cost, sweep=f"{folder}.py"))
       os.makedirs(os.path.dirname(folder), exist_ok=True)
       text = f"from fp8jax.sweeps.spec import Points, Sweep\n\nSWEEP = {sweep!r}\n"
@@ -161,7 +163,7 @@ def start(job: Job, slot: process.Slot) -> process.Child:
   return kind(process.command(job, str(ROOT), slot), job, 1.0)
 
 
-def known(systems: list[runs_lib.System], tell) -> list[runs_lib.System]:
+def known(systems: list[design.System], tell) -> list[design.System]:
   """The systems without the arms that cannot start here, each of which is named with the reason."""
   kept, reasons = [], {}
   for system in systems:
@@ -204,7 +206,7 @@ def main(arguments: list[str]) -> int:
   chosen = [s for s in runs_lib.SYSTEMS if s.slug in (args.systems or slugs)]
   folder = os.path.join(workdir, "results")
   done = {path.stem for path in pathlib.Path(folder).glob("*.json")}
-  measured = json.loads(runs_lib.HOURS.read_text()) if runs_lib.HOURS.exists() else {}
+  measured = json.loads(hours_lib.HOURS.read_text()) if hours_lib.HOURS.exists() else {}
   waiting = jobs(known(chosen, out.print), workdir, done, measured)
   slots = process.slots(args.parallel)
   cost = sum(job.hours for job in waiting)

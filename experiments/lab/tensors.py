@@ -114,6 +114,11 @@ def write(here: pathlib.Path, results: dict, table: str, chart: alt.TopLevelMixi
   kept = {"results": results, "provenance": provenance.provenance({}, "seeds in the script", 0)}
   (here / "results.json").write_text(json.dumps(kept, indent=1) + "\n")
   page.write(str(here / "errors.svg"), vl_convert.vegalite_to_svg(charts.spec(chart)))
+  write_table(here, table)
+
+
+def write_table(here: pathlib.Path, table: str):
+  """The table of a folder's page alone."""
   readme = here / "README.md"
   readme.write_text(_TABLE.sub(lambda m: f"{m[1]}{table}\n{m[2]}", readme.read_text()))
   print(table)

@@ -107,7 +107,8 @@ def scaling_problems(c: Any, optim: OptimizerConfig, model: ModelConfig) -> list
   if model.unit_scaling != "none" and clips:
     texts.append(
       f"{' and '.join(clips)} with model.unit_scaling={model.unit_scaling!r}: its gradients are "
-      "so large that every step would be clipped; set optim.grad_clip_norm=0.0, optim.clip_groups=()"
+      "so large that every step would be clipped; set optim.grad_clip_norm=0.0 and "
+      "optim.clip_groups=()"
     )
   if optim.base_width and model.lora is not None:
     texts.append(

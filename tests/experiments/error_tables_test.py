@@ -124,6 +124,12 @@ def test_a_table_of_real_tensors_is_that_of_its_results(folder):
     assert cells == pytest.approx(want, rel=0.02, abs=rounded)
 
 
+def test_bytes_of_fp4_copies_at_7bs_shape_are_those_of_the_compiled_programs():
+  table = _script("experiments/2026_fp4_copies/error_table.py").of_7b()
+  assert "| 7B, mxfp4 | 63776" in table
+  assert table in (ROOT / "experiments/2026_fp4_copies/README.md").read_text()
+
+
 def test_logfmts_table_is_that_of_its_results():
   kept = json.loads((ROOT / "experiments/2024_deepseek_v3/results.json").read_text())["logfmt"]
   readme = (ROOT / "experiments/2024_deepseek_v3/README.md").read_text().splitlines()

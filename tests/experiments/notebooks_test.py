@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import runpy
 import signal
 import subprocess
@@ -106,7 +107,11 @@ def test_the_recipe_of_the_notebook_is_twenty_lines_and_its_arms_can_start(tmp_p
 @pytest.mark.filterwarnings("default")  # of Jupyter's packages
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_notebook_runs_from_top_to_bottom(name, repository, tmp_path):
-  assert LAST[name] in _execute(name, repository, tmp_path).splitlines()[-1]
+  text = _execute(name, repository, tmp_path)
+  assert LAST[name] in text.splitlines()[-1]
+  if name == "04_your_recipe":  # every recipe has its floor, a number above 0
+    rows = re.findall(r"^ *(\S+) +2 .*\] +(\S+)  ", text, re.M)
+    assert len(rows) == 3 and all(float(floor) > 0 for _, floor in rows), text
 
 
 @pytest.mark.slow
