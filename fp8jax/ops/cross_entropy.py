@@ -110,17 +110,13 @@ def _run(static, *args, is_differentiated: bool):
     # For compute; FP8 recipes quantize it from the master copy.
     head = head if site.recipe.fwd.is_quantized else head.astype(h.dtype)
     head = collectives.gather_weight(head, letters, layout)
-    taught = None if teacher is None else _teacher_logits(teacher, eqn, letters, layout)
+    losses = _losses(teacher, eqn, letters, layout)
 
     def one(carry, xs):
       h, targets, weights, sources, h_teacher = xs
       spec = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
       logits_BCV, _ = linear.forward(spec, h, head, inputs)
-      loss_BC, g_BCV = _loss_and_gradient(logits_BCV, targets, weights, layout)
-      parts = None
-      if taught is not None:
-        both = (logits_BCV, taught(h_teacher))
-        loss_BC, g_BCV, parts = _distilled(*both, loss_BC, g_BCV, weights, teacher, layout)
+      loss_BC, g_BCV, parts = losses(logits_BCV, targets, weights, h_teacher)
       if not is_differentiated:
         return (_added(carry[0], loss_BC, weights, sources, parts),), None
       sums, dhead, observed, logits_stats = carry
@@ -137,16 +133,15 @@ def _run(static, *args, is_differentiated: bool):
       return (_added(sums, loss_BC, weights, sources, parts), dhead, observed, logits_stats), dh
 
     by_source = None if sources is None else jnp.zeros((num_sources, 2), jnp.float32)
-    parts = None if teacher is None else jnp.zeros(2, jnp.float32)
-    carry: tuple = ((jnp.zeros((), jnp.float32), by_source, parts),)
+    carry: tuple = ((jnp.zeros((), jnp.float32), by_source, teacher and jnp.zeros(2)),)
     if is_differentiated:
       carry += (
         jnp.zeros(() if is_frozen else head.shape, dtype),
         tensor_stats.nothing(tap.shape),
         None if logits_site is None else tensor_stats.nothing(logits_site.tap.shape),
       )
-    h_teacher = None if teacher is None else teacher.h_BLD
-    (sums, *rest), dh = _for_chunks(one, carry, chunk, h, targets, weights, sources, h_teacher)
+    by_token = (h, targets, weights, sources, teacher and teacher.h_BLD)
+    (sums, *rest), dh = _for_chunks(one, carry, chunk, *by_token)
     sums = jax.tree.map(lambda x: collectives.sum_over(x, layout, "B"), sums)
     if not is_differentiated:
       return (sums,)
@@ -161,35 +156,39 @@ def _run(static, *args, is_differentiated: bool):
     )
 
   rows, of_head = layout.act_spec("BL"), layout.weight_spec(letters)
-  of_teacher = teacher and dataclasses.replace(
-    teacher, h_BLD=layout.act_spec("BLD"), head=of_head, site=P()
-  )
-  inputs = (layout.act_spec("BLD"), of_head, rows, rows, rows, of_teacher, P(), P())
-  outputs = (P(), layout.act_spec("BLD"), P() if is_frozen else of_head, P(), P())
+  of_h = layout.act_spec("BLD")
+  of_teacher = teacher and dataclasses.replace(teacher, h_BLD=of_h, head=of_head, site=P())
+  inputs = (of_h, of_head, rows, rows, rows, of_teacher, P(), P())
+  outputs = (P(), of_h, P() if is_frozen else of_head, P(), P())
   run = collectives.on_mesh(local, layout, inputs, outputs if is_differentiated else outputs[:1])
   return run(*arrays, teacher, site.tap, ScalingInputs.of(site))
 
 
-def _teacher_logits(teacher: Teacher, eqn: str, letters: str, layout: axes.Layout):
-  """h [B, C, D] of a chunk -> float32 logits [B, C, V], inside the loop's `shard_map`."""
+def _losses(teacher: Teacher | None, eqn: str, letters: str, layout: axes.Layout):
+  """(logits, targets, weights, h of the teacher) of a chunk -> (loss, its gradient, sums of
+  `_distilled` or None), inside the loop's `shard_map`."""
+  if teacher is None:
+    return lambda *of_chunk: (*_loss_and_gradient(*of_chunk[:3], layout), None)
   inside = dataclasses.replace(teacher.site, layout=layout.manual())
   head = collectives.gather_weight(teacher.head.astype(teacher.h_BLD.dtype), letters, layout)
 
-  def logits(h_BCD):
+  def distilled(logits_BCV, targets_BC, weights_BC, h_BCD):
+    both = _loss_and_gradient(logits_BCV, targets_BC, weights_BC, layout)
     spec = gemm_spec.make_spec(eqn, h_BCD, head, inside, out_dtype=jnp.float32)
-    return linear.forward(spec, h_BCD, head, ScalingInputs(None, None))[0]
+    teacher_BCV, _ = linear.forward(spec, h_BCD, head, ScalingInputs(None, None))
+    return _distilled(logits_BCV, teacher_BCV, *both, weights_BC, teacher, layout)
 
-  return logits
+  return distilled
 
 
 def _added(sums, loss_BC, weights_BC, sources_BC, parts):
   """`sums`, of all losses, by source and of a teacher, with those of a chunk."""
-  loss, by_source, both = sums
+  loss, by_source, of_teacher = sums
   if by_source is not None:
     is_of = sources_BC[..., None] == jnp.arange(len(by_source))
     both = jnp.stack([loss_BC, weights_BC], axis=-1)[:, :, None]
     by_source = by_source + jnp.sum(jnp.where(is_of[..., None], both, 0.0), axis=(0, 1))
-  return loss + jnp.sum(loss_BC), by_source, None if parts is None else both + parts
+  return loss + jnp.sum(loss_BC), by_source, None if parts is None else of_teacher + parts
 
 
 def _bwd(static, residuals, g):

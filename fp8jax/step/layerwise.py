@@ -55,12 +55,10 @@ def take(spec, state, sites, batch, rate, by_param=False, teacher=None) -> updat
   """A step; the other order's is `step.after_backward`.
 
   Args:
-    spec: TrainSpec.
-    state: State.
+    spec, state, teacher: TrainSpec, State, and of distillation.py.
     sites, batch: as the model takes them.
     rate: learning rate.
     by_param: whether `values` have "param_stats", of param_stats.observed.
-    teacher: of distillation.py.
   """
   batch = distillation.taught(spec, state.params, batch, teacher)
   cfg, run, params = spec.model, spec.run, dict(state.params)

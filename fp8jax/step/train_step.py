@@ -131,16 +131,15 @@ def gradients(
   """(mean loss, gradients, {site: tensor statistics}, Aux) of a batch [B, L], or [A, B, L].
 
   The loss is one mean over all tokens of the step, however they are split into A microbatches, and
-  has the aux losses of mixers in it; Aux are sums over tokens. Gradients of
-  microbatches add in optim.grad_format; amaxes of sites combine by maximum, counts by sum.
+  has the aux losses of mixers in it; Aux are sums over tokens. Gradients of microbatches add in
+  optim.grad_format; amaxes of sites combine by maximum, counts by sum.
 
   Args:
     params: as the state has them.
     sites: their scaling states are amaxes of the unscaled loss's gradients.
     scale: of the loss while it is differentiated, a power of two; taken out again of all results.
     step: number of steps taken, for gradients that are rounded stochastically.
-    grad_autoscale: State.grad_autoscale.
-    teacher: of distillation.py.
+    grad_autoscale, teacher: of State; of distillation.py.
   """
   total, leaves = jnp.maximum(batch["weights_BL"].sum(), 1), spec.leaves
   if scale is not None:

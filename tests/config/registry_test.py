@@ -52,8 +52,8 @@ LEAST_1 = """steps global_batch grad_accum_steps seq_len memory.loss_chunk eval.
   generate.num_samples"""
 LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.shuffle_windows
   data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction
-  optim.base_width distill.weight eval.tokens eval.every eval.questions checkpoint.every log.tensor_stats_every
-  export.fold_smooth_batches
+  optim.base_width distill.weight eval.tokens eval.every eval.questions checkpoint.every
+  log.tensor_stats_every export.fold_smooth_batches
   prepare.processes generate.max_length"""
 ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity

@@ -110,13 +110,15 @@ def test_distillation_equals_the_textbook(rng, w, t):
   weights *= rng.random((B, L), np.float32)
   h_teacher, head_teacher = (x + rng.standard_normal(x.shape).astype(np.float32) for x in (h, head))
   assert (weights == 0).any()
+  sources = np.zeros((B, L), np.int32)
 
   def loss(h, head, h_teacher):
     teacher = Teacher(h_teacher, head_teacher, site_lib.single("bf16"), w, t)
-    total, _, parts = cross_entropy_by_source(
-      h, head, "BLD,DV->BLV", targets, weights, site_lib.single("bf16"), 16, teacher=teacher
-    )
-    return total, parts
+    total, by_source, parts = cross_entropy_by_source(
+      h, head, "BLD,DV->BLV", targets, weights, site_lib.single("bf16"), 16, teacher=teacher,
+      sources_BL=sources, num_sources=2,
+    )  # fmt: skip
+    return total, jnp.stack([*parts, by_source[0, 0]])
 
   ce, *of_ce = _textbook(h, head, targets, weights)
   wide = [x.astype(np.float64) for x in (h, head, h_teacher, head_teacher)]
@@ -128,7 +130,7 @@ def test_distillation_equals_the_textbook(rng, w, t):
   run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
   (value, parts), (*gradients, of_teacher) = run(h, head, h_teacher)
   np.testing.assert_allclose(value, (1 - w) * ce + w * t**2 * kl, rtol=1e-6)
-  np.testing.assert_allclose(parts, (ce, kl), rtol=1e-6)
+  np.testing.assert_allclose(parts, (ce, kl, (1 - w) * ce + w * t**2 * kl), rtol=1e-6)
   for got, exact in zip(gradients, want):
     np.testing.assert_allclose(got, exact, rtol=0, atol=2e-6 * np.abs(exact).max())
   assert not of_teacher.any()
