@@ -105,8 +105,7 @@ def _run(static, *args, is_differentiated: bool):
 
   def local(h, head, targets, weights, sources, teacher, tap, inputs):
     # The site as seen from inside the loop's own `shard_map`.
-    inside = dataclasses.replace(site, tap=tap, layout=layout.manual())
-    dtype = head.dtype
+    inside, dtype = dataclasses.replace(site, tap=tap, layout=layout.manual()), head.dtype
     # For compute; FP8 recipes quantize it from the master copy.
     head = head if site.recipe.fwd.is_quantized else head.astype(h.dtype)
     head = collectives.gather_weight(head, letters, layout)
@@ -121,42 +120,38 @@ def _run(static, *args, is_differentiated: bool):
         return (_added(carry[0], loss_BC, weights, sources, parts),), None
       sums, dhead, observed, logits_stats = carry
       if logits_site is not None:
-        chunk_stats = observe.logits_stats(logits_BCV, logits_site)
-        logits_stats = tensor_stats.combine(logits_stats, chunk_stats)
+        here = observe.logits_stats(logits_BCV, logits_site)
+        logits_stats = tensor_stats.combine(logits_stats, here)
       g_BCV = (g_BCV if gain == 1 else gain * g_BCV).astype(h.dtype)
       dh = linear.data_gradient(spec, g_BCV, head, inputs, h)
       if not is_frozen:
         dhead = dhead + linear.weight_gradient(spec, h, g_BCV, dtype, inputs, head)
       tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))
-      chunk_stats = [observe.operand_stats(spec, role, t, inputs) for role, t in tensors]
-      observed = tensor_stats.combine(observed, jnp.stack(chunk_stats))
+      here = [observe.operand_stats(spec, role, t, inputs) for role, t in tensors]
+      observed = tensor_stats.combine(observed, jnp.stack(here))
       return (_added(sums, loss_BC, weights, sources, parts), dhead, observed, logits_stats), dh
 
     by_source = None if sources is None else jnp.zeros((num_sources, 2), jnp.float32)
     carry: tuple = ((jnp.zeros((), jnp.float32), by_source, teacher and jnp.zeros(2)),)
     if is_differentiated:
-      carry += (
-        jnp.zeros(() if is_frozen else head.shape, dtype),
-        tensor_stats.nothing(tap.shape),
-        None if logits_site is None else tensor_stats.nothing(logits_site.tap.shape),
-      )
-    by_token = (h, targets, weights, sources, teacher and teacher.h_BLD)
-    (sums, *rest), dh = _for_chunks(one, carry, chunk, *by_token)
+      dhead = jnp.zeros(() if is_frozen else head.shape, dtype)
+      of_logits = logits_site and tensor_stats.nothing(logits_site.tap.shape)
+      carry += (dhead, tensor_stats.nothing(tap.shape), of_logits)
+    xs = (h, targets, weights, sources, teacher and teacher.h_BLD)
+    (sums, *rest), dh = _for_chunks(one, carry, chunk, *xs)
     sums = jax.tree.map(lambda x: collectives.sum_over(x, layout, "B"), sums)
     if not is_differentiated:
       return (sums,)
-    dhead, observed, logits_stats = rest
+    dhead, *stats = rest
     everywhere = tuple(dict.fromkeys(layout.act_axes_of("BV")))
     return (
       sums,
       collectives.sum_over(dh, layout, "V"),
       dhead if is_frozen else collectives.scatter_gradient(dhead, letters, "BL", layout),
-      tensor_stats.over_mesh(observed, everywhere),
-      None if logits_stats is None else tensor_stats.over_mesh(logits_stats, everywhere),
+      *(None if one is None else tensor_stats.over_mesh(one, everywhere) for one in stats),
     )
 
-  rows, of_head = layout.act_spec("BL"), layout.weight_spec(letters)
-  of_h = layout.act_spec("BLD")
+  rows, of_h, of_head = *map(layout.act_spec, ("BL", "BLD")), layout.weight_spec(letters)
   of_teacher = teacher and dataclasses.replace(teacher, h_BLD=of_h, head=of_head, site=P())
   inputs = (of_h, of_head, rows, rows, rows, of_teacher, P(), P())
   outputs = (P(), of_h, P() if is_frozen else of_head, P(), P())

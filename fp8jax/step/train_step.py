@@ -150,16 +150,15 @@ def gradients(
     batch = distillation.taught(spec, params, batch, teacher)
 
     def loss(sinks, taps):
-      tapped = site_tree.with_taps(sites, taps)
       pair = functools.partial(_weight, step=step, micro=micro, grad_autoscale=grad_autoscale)
       weights = jax.tree.map(pair, leaves, params, sinks)
-      value, aux = transformer.loss_and_aux(weights, tapped, batch, spec.model, spec.run)
+      own = (weights, site_tree.with_taps(sites, taps), batch, spec.model, spec.run)
+      value, aux = transformer.loss_and_aux(*own)
       value = unit_scaling.mean(sum(aux.losses.values(), start=value), total, spec.model)
       return value if scale is None else value * scale, aux
 
-    (value, aux), (gradient, stats) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
-      sinks, site_tree.taps(sites)
-    )
+    differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (value, aux), (gradient, stats) = differentiate(sinks, site_tree.taps(sites))
     if spec.run.layout.mesh is not None:
       places = jax.tree.map(lambda x: x.sharding, abstract_gradients(spec))
       gradient = jax.lax.with_sharding_constraint(gradient, places)
@@ -182,9 +181,8 @@ def gradients(
 
   nothing = jax.tree.map(lambda tap: tensor_stats.nothing(tap.shape), site_tree.taps(sites))
   start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, sinks), nothing)
-  (value, gradient, stats), aux = jax.lax.scan(
-    add, start, (jnp.arange(spec.grad_accum_steps), batch)
-  )
+  of_all = (jnp.arange(spec.grad_accum_steps), batch)
+  (value, gradient, stats), aux = jax.lax.scan(add, start, of_all)
   return value, gradient, site_tree.by_name(sites, stats), aux.sum()
 
 
