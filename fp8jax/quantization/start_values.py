@@ -1,6 +1,6 @@
 """Weights to train from that round to given codes: QAT after GPTQ, AWQ or a folder's codes.
 
-A recipe makes scales anew from the weights, so that the dequantized codes w = data * scale give the
+A recipe makes its scales from the weights, so that the dequantized codes w = data * scale give the
 codes back where w's own scale is the given one. For a scale amax / max of a tile that is so where
 the largest code of the tile is the format's largest (or all are 0), and no weights at all give
 codes with a smaller one: whatever w is, its largest element is divided by amax / max and becomes
