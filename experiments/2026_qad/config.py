@@ -2,7 +2,7 @@
 
 what:      100 steps of 512 tokens from the released weights, by the cross entropy of the text (qat)
            or by KL to the unquantized model (qad); 20 steps in an arm short-METHOD-RECIPE
-command:   python experiments/2026_qad/run.py
+command:   bash experiments/2026_qad/run.sh
 hardware:  two CPU cores, 6 GB of memory; emulated products
 expected:  see README.md
 """
@@ -22,8 +22,9 @@ DATA = "assets/corpora"
 
 
 def get_config(arm="qad-w4a16_g64"):
-  *kind, method, recipe = arm.split("-")
-  if arm not in ARMS and (kind != ["short"] or method not in METHODS or recipe not in SHORT):
+  is_short = arm.startswith("short-")
+  method, _, recipe = arm.removeprefix("short-").partition("-")
+  if arm not in ARMS and not (is_short and method in METHODS and recipe in SHORT):
     raise ValueError(
       f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}, or short-METHOD-RECIPE"
     )
@@ -39,7 +40,7 @@ def get_config(arm="qad-w4a16_g64"):
     "python_docs": base.source("text", f"{DATA}/python_docs/**/*.txt", weight=0.9),
     "brown": base.source("text", f"{DATA}/brown/*.txt", weight=0.1),
   }
-  c.steps, c.global_batch, c.seq_len = 20 if kind else 100, 2, 256
+  c.steps, c.global_batch, c.seq_len = 20 if is_short else 100, 2, 256
   c.optim.schedule, c.optim.warmup_steps = "cosine", c.steps // 10
   c.optim.peak_lr, c.optim.min_lr = 2e-5, 2e-6
   c.optim.weight_decay = 0.0

@@ -163,7 +163,9 @@ def _losses(teacher: Teacher | None, eqn: str, letters: str, layout: axes.Layout
   """(logits, targets, weights, h of the teacher) of a chunk -> (loss, its gradient, sums of
   `_distilled` or None), inside the loop's `shard_map`."""
   if teacher is None:
-    return lambda *of_chunk: (*_loss_and_gradient(*of_chunk[:3], layout), None)
+    return lambda logits, targets, weights, _: (
+      *_loss_and_gradient(logits, targets, weights, layout), None
+    )  # fmt: skip
   inside = dataclasses.replace(teacher.site, layout=layout.manual())
   head = collectives.gather_weight(teacher.head.astype(teacher.h_BLD.dtype), letters, layout)
 
