@@ -20,7 +20,7 @@ from fp8jax.models import transformer
 from fp8jax.ops import stored_params
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.quantization.stored_matrix import StoredMatrix
-from fp8jax.step import train_spec, train_step
+from fp8jax.step import distillation, train_spec, train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,8 @@ def declared(spec: train_spec.TrainSpec) -> list[MemoryRow]:
     **_by_kind("moments", state.opt),
     "scaling states, counters": sum(map(_nbytes, jax.tree.leaves(rest))),
   }
+  if teacher := distillation.abstract(spec):
+    kinds |= _by_kind("teacher", teacher)
   return [MemoryRow(kind, n, None) for kind, n in kinds.items()]
 
 
@@ -69,7 +71,7 @@ def _by_kind(name: str, tree) -> dict[str, int]:
       kinds["codes"] += _nbytes(x.data)
       kinds["scales"] += _nbytes(x.scale)
     else:
-      kinds["float32"] += _nbytes(x)
+      kinds["16 bits" if x.dtype.itemsize == 2 else "float32"] += _nbytes(x)
   return {f"{name}: {kind}": n for kind, n in kinds.items() if n}
 
 

@@ -75,6 +75,31 @@ def lora_problems(c: Any) -> list[str]:
   ]
 
 
+def distill_problems(c: Any) -> list[str]:
+  """The problems of a config's distill section, whose weight is set, in words."""
+  d, texts = c.distill, []
+  if d.weight > 1:
+    texts.append(f"distill.weight={d.weight} is a share of the loss, at most 1")
+  if not 0 < d.temperature < float("inf"):
+    texts.append(f"distill.temperature={d.temperature} must be positive and finite; 1 is plain KL")
+  if not (d.teacher or c.init.hf or c.init.workdir):
+    texts.append(
+      f"distill.weight={d.weight} without a teacher: weights are drawn at random; set init.hf or "
+      "init.workdir to weights to start from, distill.teacher to a folder, or distill.weight=0"
+    )
+  if c.init.adapters and not d.teacher:
+    texts.append(
+      f"distill.weight={d.weight} with init.adapters={c.init.adapters!r}: the frozen base is not "
+      "what training starts from; merge them (--job=export) and set distill.teacher to the folder"
+    )
+  if c.model.unit_scaling != "none":
+    texts.append(
+      f"distill.weight={d.weight} with model.unit_scaling={c.model.unit_scaling!r}, whose factors "
+      "are of a cross entropy's gradient; set distill.weight=0, or model.unit_scaling='none'"
+    )
+  return texts
+
+
 def scaling_problems(c: Any, optim: OptimizerConfig, model: ModelConfig) -> list[str]:
   """Settings under which constants of unit scaling and of rates by width would be wrong."""
   texts = []

@@ -22,9 +22,9 @@ from fp8jax.step import settings
 
 SECTIONS: tuple[Any, ...] = (
   settings.Run, settings.Init, settings.Model, Lora, settings.Precision, settings.Kernels,
-  settings.Memory, settings.Data, OptimizerConfig, settings.LossScale, settings.Mesh,
-  settings.Sharding, settings.Weights, settings.Eval, Tasks, settings.Checkpoint, settings.Log,
-  Export, Quantize, Calibrate, Sensitivity, Noise, Prepare, Generate,
+  settings.Memory, settings.Data, OptimizerConfig, settings.LossScale, settings.Distill,
+  settings.Mesh, settings.Sharding, settings.Weights, settings.Eval, Tasks, settings.Checkpoint,
+  settings.Log, Export, Quantize, Calibrate, Sensitivity, Noise, Prepare, Generate,
 )  # fmt: skip
 KEYS: dict[str, Key] = {one.name: one for section in SECTIONS for one in section.KEYS}
 

@@ -82,6 +82,8 @@ def resolve(
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
   recipes = policy_checks.attach(c, recipes, watched, problems)
   _check_sections(c, problems, needs)
+  if c.distill.weight and needs.has_steps and model is not None and not model.problems():
+    problems.attempt(lambda: _check_teacher(c, model))
   if problems.found or model is None or recipes is None:
     raise ConfigError(problems.found)
 
@@ -100,8 +102,8 @@ def _sections(c: Config, watched: tuple[settings.Alarm, ...]) -> dict[str, Any]:
   """The fields of TrainSpec that need no device, model or file."""
   log = dataclasses.replace(registry.section(c, settings.Log), alarms=watched)
   typed: tuple[Any, ...] = (
-    settings.Init, settings.Kernels, settings.LossScale, settings.Weights, settings.Eval,
-    settings.Checkpoint,
+    settings.Init, settings.Kernels, settings.LossScale, settings.Distill, settings.Weights,
+    settings.Eval, settings.Checkpoint,
   )  # fmt: skip
   return {one.NAME: registry.section(c, one) for one in typed} | dict(
     global_batch=c.global_batch,
@@ -208,6 +210,22 @@ def _with_adapters(c: Config, model, folder: str) -> model_config.ModelConfig:
       f"{'; '.join(texts)}. Set model.lora.rank=0 to take the folder's"
     )
   return dataclasses.replace(model, lora=here)
+
+
+def _check_teacher(c: Config, model: model_config.ModelConfig):
+  """The teacher is there, and gives probabilities of the student's tokens."""
+  if texts := checks.distill_problems(c):
+    raise ConfigError(texts)
+  if folder := c.distill.teacher or (not c.init.workdir and c.init.hf):
+    here = dataclasses.replace(model, lora=None)
+    if c.distill.teacher:
+      _check_folder(folder, here)
+    if (there := hf_config_lib.read_config(folder)).vocab_size != here.vocab_size:
+      raise ValueError(
+        f"the teacher {folder!r} has a vocabulary of {there.vocab_size} and the model one of "
+        f"{here.vocab_size}: it says nothing of the other tokens; set model.vocab_size=None, or "
+        "distill.teacher to a folder of this vocabulary"
+      )
 
 
 def _check_folder(folder: str, model: model_config.ModelConfig):

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from fp8jax import console as console_lib
 from fp8jax import records
 from fp8jax.data import batch_sharding
+from fp8jax.jobs import start
 from fp8jax.report import files, recommend
 from fp8jax.run import nonfinite, schemas
 from fp8jax.run.restore import as_trained, restore_params
@@ -29,7 +31,8 @@ def run(spec: train_spec.TrainSpec, workdir: str):
   params, _, meta = restore_params(spec, workdir, step)
   spec = as_trained(spec, meta)
   spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
-  report = nonfinite.report(spec, params, spread.place(host), spec.phase(max(step - 1, 0)))
+  phase, teacher = spec.phase(max(step - 1, 0)), start.teacher(spec, console_lib.console())
+  report = nonfinite.report(spec, params, spread.place(host), phase, teacher)
   return {"step": step, **report, **_recommended(workdir)}
 
 

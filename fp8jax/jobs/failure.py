@@ -29,7 +29,8 @@ def report(
   saver.save(step, state)
   saver.checkpoints.wait()
   batch = now.batches.spread.place(taken.host)
-  sites = nonfinite.report(spec, state.params, batch, spec.phase(max(step - 1, 0)))
+  phase, teacher = spec.phase(max(step - 1, 0)), now.policies.teacher
+  sites = nonfinite.report(spec, state.params, batch, phase, teacher)
   provenance_lib.write_json(workdir, "nonfinite/report.json", {"step": step, **values, **sites})
   saved, skip = "the parameters that met it", "optim.on_nonfinite='skip'"
   if spec.optim.in_backward:

@@ -25,15 +25,17 @@ class PolicyRunner:
     spec: the configuration's, with the phases that policies began.
     policy_state: of the policies; part of every checkpoint.
     metrics: of evaluations, that policies judge.
+    teacher: of step/distillation.py.
   """
 
   def __init__(
     self, spec: train_spec.TrainSpec, say: Callable[[int, list[decide.Event]], None],
-    keep: Callable[[int, Any, Any, Any], None] = lambda *_: None,
+    keep: Callable[[int, Any, Any, Any], None] = lambda *_: None, teacher: Any = None,
   ):  # fmt: skip
     """Args: the configuration's spec, and what writes down events under a step, and a refresh:
     (steps taken, sites, their scaling states before, and after)
     """
+    self.teacher = teacher
     self.configured, self._say, self._keep = spec, say, keep
     self.policies = spec.precision.policy
     self._undo = decide.roll_back(self.policies)
@@ -127,7 +129,7 @@ class PolicyRunner:
     rules = self.spec.precision.phases[phase].rules
     if rules not in self._calibrations:
       self._calibrations[rules] = train_step.make_calibration(self.spec, phase)
-    return self._calibrations[rules](state, batch)
+    return self._calibrations[rules](state, batch, self.teacher)
 
   # -- decisions
 

@@ -44,7 +44,7 @@ class RunState:
     self.batches, self.disturb = batches, disturb
     self.undo: decide.Undo | None = None
     # Recipes arrive with the sites, so that policies leave the function as it is.
-    self._step_fn, self.phase = train_step.make_step(policies.spec), -1
+    self._step_fn, self.phase = train_step.make_step(policies.spec, policies.teacher), -1
     self.sites: dict[bool, Any] = {}
     self.shares: dict[str, float] = {}
     self.watch = run_alarms.AlarmMonitor(self.spec.log.alarms, {})

@@ -12,6 +12,7 @@ from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import UserError
 from fp8jax.export import write
 from fp8jax.generation import api
+from fp8jax.models import lora
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
@@ -19,7 +20,7 @@ from fp8jax.ops import stored_params
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.run import checkpoint, restore
 from fp8jax.run import provenance as provenance_lib
-from fp8jax.step import train_spec, train_step
+from fp8jax.step import distillation, train_spec, train_step
 from fp8jax.step.state import State
 
 _SETTINGS = "generation_config.json"
@@ -35,6 +36,40 @@ def fresh(spec: train_spec.TrainSpec, workdir: str) -> tuple[State, str]:
   params = peft.added(params, spec.init.adapters, spec.model, spec.run.layout)
   _keep_files(spec, source, workdir)
   return train_step.make_state(spec, params), dtype
+
+
+def teacher(spec: train_spec.TrainSpec, out: rich.console.Console):
+  """The teacher of a run (step/distillation.py), of distill.teacher, init.workdir or init.hf.
+
+  Raises:
+    UserError: the frozen base of init.workdir is not what training starts from.
+    ConfigError: its checkpoint is of another model.
+  """
+  if distillation.abstract(spec) in (None, distillation.BASE):
+    if (
+      spec.distill.weight
+      and spec.init.workdir
+      and _has_adapters(source(spec.init.workdir), spec.init.step)
+    ):
+      raise UserError(
+        f"distill.weight={spec.distill.weight} with init.workdir={spec.init.workdir!r}, whose "
+        "adapters are trained: its frozen base is not what training starts from; export that run "
+        "and set distill.teacher to the folder"
+      )
+    return distillation.abstract(spec)
+  folder, model = spec.distill.teacher, lora.without(spec.model)
+  if folder or not spec.init.workdir:
+    where = folder or spec.init.hf
+    params, _ = hf_weights.load_params(where, model, spec.run.layout)
+  else:
+    where = source(spec.init.workdir)
+    params, step, _ = restore.restore_params(spec, where, spec.init.step)
+    where += f", step {step}"
+  out.print(
+    f"teacher: {where}; loss (1 - w) CE + w t^2 KL(teacher || student), w={spec.distill.weight}, "
+    f"t={spec.distill.temperature}"
+  )
+  return distillation.take(spec, params)
 
 
 def stage(

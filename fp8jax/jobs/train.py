@@ -11,10 +11,11 @@ from fp8jax import console as console_lib
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
 from fp8jax.jobs import accuracy, failure, policy_runner, resume, run_reports, run_state
+from fp8jax.jobs import start as start_lib
 from fp8jax.phases import decide
 from fp8jax.run import calibration, metrics, preemption, start
 from fp8jax.run import workdir as workdir_lib
-from fp8jax.step import train_spec, train_step
+from fp8jax.step import distillation, train_spec, train_step
 from fp8jax.step.state import State
 
 
@@ -64,14 +65,16 @@ def _train(
   tasks = accuracy.TaskAccuracy(spec, workdir, out.print)
   path = spec.calibration
   table = calibration.load(spec, os.path.expanduser(path)) if path else None
-  policies = policy_runner.PolicyRunner(spec, reports.actions, reports.refresh)
+  teacher = start_lib.teacher(spec, out)
+  policies = policy_runner.PolicyRunner(spec, reports.actions, reports.refresh, teacher)
   if spec.data.chat is not None:
     start.print_chats(out, spec, spec.data.chat.samples_per_step)
   batches = batch_sharding.TrainBatches(
     spec.data, spec.run.layout, spec.microbatch, spec.grad_accum_steps
   )
   now = run_state.RunState(policies, table, batches, out, disturb)
-  saver = resume.Saver(spec, workdir, fingerprint, now, reports.clock, tasks.identity)
+  contents = tasks.identity | distillation.identity(teacher)
+  saver = resume.Saver(spec, workdir, fingerprint, now, reports.clock, contents)
   state, first = saver.begin(out)
   if first < spec.steps:
     saver.checkpoints.check_room(state)  # now, not after hours

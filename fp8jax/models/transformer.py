@@ -14,6 +14,7 @@ stored in a low-bit format (ops/stored_params.py). A batch is a dictionary of ar
   positions_BL   int32 position of each token in its document
   segments_BL    int32 document of each token, from 1, and 0 of padding; absent if documents may
                  attend to each other
+  teacher        for distillation, see `taught`; absent otherwise
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from fp8jax.models import attention_gqa, lora, mlp_swiglu, rope, unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
 from fp8jax.ops import prologue, residuals, stored_params
-from fp8jax.ops.cross_entropy import cross_entropy_by_source
+from fp8jax.ops.cross_entropy import Teacher, cross_entropy_by_source
 from fp8jax.ops.dots import dot
 from fp8jax.ops.linear import SAVED_NAME
 from fp8jax.ops.observe import observed
@@ -197,13 +198,27 @@ def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig)
   head, eqn = _head(params, cfg)
   h_BLD = normalised(x_BLD, params, sites, cfg, run)
   h_BLD, head = unit_scaling.head(h_BLD, head, cfg, run)
-  loss, by_source = cross_entropy_by_source(
+  loss, by_source, parts = cross_entropy_by_source(
     h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk,
     is_frozen=cfg.lora is not None, logits_site=sites.get("logits"),
     sources_BL=batch.get("sources_BL"), num_sources=run.num_sources,
-    gradient_gain=unit_scaling.loss_gain(cfg),
+    gradient_gain=unit_scaling.loss_gain(cfg), teacher=batch.get("teacher"),
   )  # fmt: skip
-  return loss, {} if by_source is None else {"by_source": by_source}
+  sums = {"by_source": by_source, "distill": parts}
+  return loss, {name: value for name, value in sums.items() if value is not None}
+
+
+def taught(params, sites, batch, cfg: ModelConfig, run: ComputeConfig, weight: float, t: float):
+  """A batch with its teacher, which makes the loss a distillation's (ops/cross_entropy.py).
+
+  Args:
+    params: the teacher's.
+    sites: in bf16, of names that no site of the student has.
+    weight, t: share of the KL and temperature.
+  """
+  read = stored_params.value({k: p for k, p in params.items() if k != "layers"})
+  h_BLD = hidden({**read, "layers": params["layers"]}, sites, batch, cfg, run)
+  return {**batch, "teacher": Teacher(h_BLD, _head(read, cfg)[0], sites["head"], weight, t)}
 
 
 def fold_channel_scales(params, scales, cfg: ModelConfig):

@@ -1,8 +1,9 @@
-"""Cross-entropy of a large vocabulary, a chunk of positions at a time.
+"""Cross-entropy of a large vocabulary, a chunk of positions at a time, and distillation.
 
 Logits exist for `chunk` positions only: [B, chunk, V] float32, never [B, L, V]. Their gradient is
 known as soon as they are, so under differentiation each chunk multiplies its three GEMMs on the
-spot and nothing is recomputed; the backward pass merely scales what was stored.
+spot and nothing is recomputed; the backward pass merely scales what was stored. Logits of a teacher
+exist beside them, for as long.
 
 On a mesh the whole loop runs inside one `shard_map`: the head is gathered once before it and its
 gradient reduced once after it.
@@ -26,6 +27,27 @@ from fp8jax.ops.site import ActivationSite, ScalingInputs, Site
 from fp8jax.quantization import tensor_stats
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+  """The teacher of a batch, for distillation: loss = (1 - w) CE + w t^2 KL(teacher || student).
+
+  Attributes:
+    h_BLD: its last hidden states, normalised, in the dtype of its product.
+    head: its output embedding, as the student's.
+    site: precision of its head, unquantized.
+    weight: w, from 0 to 1.
+    temperature: t, which divides the logits of both; t^2 keeps the size of the gradient
+      (arXiv:1503.02531 §2).
+  """
+
+  h_BLD: jax.Array
+  head: jax.Array
+  site: Site
+  weight: float = dataclasses.field(metadata=dict(static=True))
+  temperature: float = dataclasses.field(metadata=dict(static=True))
+
+
 def cross_entropy(*args, **options):
   """The loss alone of `cross_entropy_by_source`."""
   return cross_entropy_by_source(*args, **options)[0]
@@ -34,9 +56,9 @@ def cross_entropy(*args, **options):
 def cross_entropy_by_source(
   h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chunk: int, *,
   is_frozen: bool = False, logits_site: ActivationSite | None = None, sources_BL=None,
-  num_sources: int = 0, gradient_gain: float = 1.0,
+  num_sources: int = 0, gradient_gain: float = 1.0, teacher: Teacher | None = None,
 ):  # fmt: skip
-  """Sum over tokens of weight * -log p(target), and the sums of each source's tokens.
+  """Sum over tokens of weight * -log p(target), and sums beside it.
 
   Args:
     h_BLD: last hidden states, normalised.
@@ -50,18 +72,20 @@ def cross_entropy_by_source(
     logits_site: observes the logits under differentiation; None for a step that does not.
     sources_BL: int32 number of each token's source, below num_sources; None adds up none apart.
     gradient_gain: factor of the gradient of logits, and so of all behind it.
+    teacher: makes the loss `Teacher`'s; it has no gradient.
 
   Returns:
-    (float32 scalar, float32 [num_sources, 2] or None). The scalar over the sum of the weights is
-    the mean, exp of that perplexity. The rows are sums of losses and of weights by source, and are
-    not differentiated.
+    (float32 scalar, float32 [num_sources, 2] or None, float32 [2] or None). The scalar over the sum
+    of the weights is the mean, exp of that perplexity. The rows are sums of losses and of weights
+    by source. The pair is of a teacher: sums of weight * -log p(target), and of weight * KL of the
+    distributions at its temperature. Only the scalar is differentiated.
   """
   site.claim()
   static = (eqn, chunk, is_frozen, num_sources, gradient_gain)
-  loss, by_source = _cross_entropy(
-    static, h_BLD, head, targets_BL, weights_BL, sources_BL, site, logits_site
+  loss, *sums = _cross_entropy(
+    static, h_BLD, head, targets_BL, weights_BL, sources_BL, teacher, site, logits_site
   )
-  return loss, jax.lax.stop_gradient(by_source)
+  return loss, *jax.lax.stop_gradient(sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -76,74 +100,92 @@ def _fwd(static, *args):
 
 def _run(static, *args, is_differentiated: bool):
   """(sums, gradients of h and head, statistics of the site and of the logits); or (sums,)."""
-  (eqn, chunk, is_frozen, num_sources, gain), (*arrays, site, logits_site) = static, args
+  (eqn, chunk, is_frozen, num_sources, gain), (*arrays, teacher, site, logits_site) = static, args
   letters, layout = eqn.partition(",")[2].partition("->")[0], site.layout
 
-  def local(h, head, targets, weights, sources, tap, inputs):
+  def local(h, head, targets, weights, sources, teacher, tap, inputs):
     # The site as seen from inside the loop's own `shard_map`.
-    inside = dataclasses.replace(site, tap=tap, layout=layout.manual())
-    dtype = head.dtype
+    inside, dtype = dataclasses.replace(site, tap=tap, layout=layout.manual()), head.dtype
     # For compute; FP8 recipes quantize it from the master copy.
     head = head if site.recipe.fwd.is_quantized else head.astype(h.dtype)
     head = collectives.gather_weight(head, letters, layout)
+    losses = _losses(teacher, eqn, letters, layout)
 
     def one(carry, xs):
-      h, targets, weights, sources = xs
+      h, targets, weights, sources, h_teacher = xs
       spec = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
       logits_BCV, _ = linear.forward(spec, h, head, inputs)
-      loss_BC, g_BCV = _loss_and_gradient(logits_BCV, targets, weights, layout)
+      loss_BC, g_BCV, parts = losses(logits_BCV, targets, weights, h_teacher)
       if not is_differentiated:
-        return (_added(carry[0], loss_BC, weights, sources),), None
+        return (_added(carry[0], loss_BC, weights, sources, parts),), None
       sums, dhead, observed, logits_stats = carry
       if logits_site is not None:
-        chunk_stats = observe.logits_stats(logits_BCV, logits_site)
-        logits_stats = tensor_stats.combine(logits_stats, chunk_stats)
+        here = observe.logits_stats(logits_BCV, logits_site)
+        logits_stats = tensor_stats.combine(logits_stats, here)
       g_BCV = (g_BCV if gain == 1 else gain * g_BCV).astype(h.dtype)
       dh = linear.data_gradient(spec, g_BCV, head, inputs, h)
       if not is_frozen:
         dhead = dhead + linear.weight_gradient(spec, h, g_BCV, dtype, inputs, head)
       tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))
-      chunk_stats = [observe.operand_stats(spec, role, t, inputs) for role, t in tensors]
-      observed = tensor_stats.combine(observed, jnp.stack(chunk_stats))
-      return (_added(sums, loss_BC, weights, sources), dhead, observed, logits_stats), dh
+      here = [observe.operand_stats(spec, role, t, inputs) for role, t in tensors]
+      observed = tensor_stats.combine(observed, jnp.stack(here))
+      return (_added(sums, loss_BC, weights, sources, parts), dhead, observed, logits_stats), dh
 
     by_source = None if sources is None else jnp.zeros((num_sources, 2), jnp.float32)
-    carry: tuple = ((jnp.zeros((), jnp.float32), by_source),)
+    carry: tuple = ((jnp.zeros((), jnp.float32), by_source, teacher and jnp.zeros(2)),)
     if is_differentiated:
-      carry += (
-        jnp.zeros(() if is_frozen else head.shape, dtype),
-        tensor_stats.nothing(tap.shape),
-        None if logits_site is None else tensor_stats.nothing(logits_site.tap.shape),
-      )
-    (sums, *rest), dh = _for_chunks(one, carry, chunk, h, targets, weights, sources)
+      dhead = jnp.zeros(() if is_frozen else head.shape, dtype)
+      of_logits = logits_site and tensor_stats.nothing(logits_site.tap.shape)
+      carry += (dhead, tensor_stats.nothing(tap.shape), of_logits)
+    xs = (h, targets, weights, sources, teacher and teacher.h_BLD)
+    (sums, *rest), dh = _for_chunks(one, carry, chunk, *xs)
     sums = jax.tree.map(lambda x: collectives.sum_over(x, layout, "B"), sums)
     if not is_differentiated:
       return (sums,)
-    dhead, observed, logits_stats = rest
+    dhead, *stats = rest
     everywhere = tuple(dict.fromkeys(layout.act_axes_of("BV")))
     return (
       sums,
       collectives.sum_over(dh, layout, "V"),
       dhead if is_frozen else collectives.scatter_gradient(dhead, letters, "BL", layout),
-      tensor_stats.over_mesh(observed, everywhere),
-      None if logits_stats is None else tensor_stats.over_mesh(logits_stats, everywhere),
+      *(None if one is None else tensor_stats.over_mesh(one, everywhere) for one in stats),
     )
 
-  rows, of_head = layout.act_spec("BL"), layout.weight_spec(letters)
-  inputs = (layout.act_spec("BLD"), of_head, rows, rows, rows, P(), P())
-  outputs = (P(), layout.act_spec("BLD"), P() if is_frozen else of_head, P(), P())
+  rows, of_h, of_head = *map(layout.act_spec, ("BL", "BLD")), layout.weight_spec(letters)
+  of_teacher = teacher and dataclasses.replace(teacher, h_BLD=of_h, head=of_head, site=P())
+  inputs = (of_h, of_head, rows, rows, rows, of_teacher, P(), P())
+  outputs = (P(), of_h, P() if is_frozen else of_head, P(), P())
   run = collectives.on_mesh(local, layout, inputs, outputs if is_differentiated else outputs[:1])
-  return run(*arrays, site.tap, ScalingInputs.of(site))
+  return run(*arrays, teacher, site.tap, ScalingInputs.of(site))
 
 
-def _added(sums, loss_BC, weights_BC, sources_BC):
-  """`sums`, of all losses and by source, with those of a chunk."""
-  loss, by_source = sums
+def _losses(teacher: Teacher | None, eqn: str, letters: str, layout: axes.Layout):
+  """(logits, targets, weights, h of the teacher) of a chunk -> (loss, its gradient, sums of
+  `_distilled` or None), inside the loop's `shard_map`."""
+  if teacher is None:
+    return lambda logits, targets, weights, _: (
+      *_loss_and_gradient(logits, targets, weights, layout), None
+    )  # fmt: skip
+  inside = dataclasses.replace(teacher.site, layout=layout.manual())
+  head = collectives.gather_weight(teacher.head.astype(teacher.h_BLD.dtype), letters, layout)
+
+  def distilled(logits_BCV, targets_BC, weights_BC, h_BCD):
+    both = _loss_and_gradient(logits_BCV, targets_BC, weights_BC, layout)
+    spec = gemm_spec.make_spec(eqn, h_BCD, head, inside, out_dtype=jnp.float32)
+    teacher_BCV, _ = linear.forward(spec, h_BCD, head, ScalingInputs(None, None))
+    return _distilled(logits_BCV, teacher_BCV, *both, weights_BC, teacher, layout)
+
+  return distilled
+
+
+def _added(sums, loss_BC, weights_BC, sources_BC, parts):
+  """`sums`, of all losses, by source and of a teacher, with those of a chunk."""
+  loss, by_source, of_teacher = sums
   if by_source is not None:
     is_of = sources_BC[..., None] == jnp.arange(len(by_source))
     both = jnp.stack([loss_BC, weights_BC], axis=-1)[:, :, None]
     by_source = by_source + jnp.sum(jnp.where(is_of[..., None], both, 0.0), axis=(0, 1))
-  return loss + jnp.sum(loss_BC), by_source
+  return loss + jnp.sum(loss_BC), by_source, None if parts is None else of_teacher + parts
 
 
 def _bwd(static, residuals, g):
@@ -152,6 +194,7 @@ def _bwd(static, residuals, g):
   return (
     (g * dh_BLD).astype(dh_BLD.dtype),
     None if is_frozen else g * dhead,
+    None,
     None,
     None,
     None,
@@ -186,6 +229,30 @@ def _loss_and_gradient(logits_BCV, targets_BC, weights_BC, layout: axes.Layout):
   target = across(jax.lax.psum, jnp.sum(jnp.where(is_target, logits_BCV - top, 0.0), axis=-1))
   loss_BC = weights_BC * (jnp.log(total[..., 0]) - target)
   return loss_BC, weights_BC[..., None] * (exp / total - is_target)
+
+
+@jax.named_scope("distillation")
+def _distilled(logits_BCV, teacher_BCV, ce_BC, g_BCV, weights_BC, teacher: Teacher, layout):
+  """(loss, its gradient with respect to the logits, sums of cross entropy and KL) of a chunk.
+
+  Args:
+    ce_BC, g_BCV: of the cross entropy, weights included.
+  """
+  split, w, t = layout.act_axes("V"), teacher.weight, teacher.temperature
+
+  def across(reduce, x):
+    return reduce(x, split) if split else x
+
+  def log_softmax(x):
+    x = x - across(jax.lax.pmax, jnp.max(x, axis=-1, keepdims=True))
+    return x - jnp.log(across(jax.lax.psum, jnp.sum(jnp.exp(x), axis=-1, keepdims=True)))
+
+  log_q, log_p = log_softmax(logits_BCV / t), log_softmax(teacher_BCV / t)
+  p = jnp.exp(log_p)
+  kl_BC = weights_BC * across(jax.lax.psum, jnp.sum(p * (log_p - log_q), axis=-1))
+  loss_BC = (1 - w) * ce_BC + w * t**2 * kl_BC
+  g_BCV = (1 - w) * g_BCV + w * t * weights_BC[..., None] * (jnp.exp(log_q) - p)
+  return loss_BC, g_BCV, jnp.stack([jnp.sum(ce_BC), jnp.sum(kl_BC)])
 
 
 def _for_chunks(step, carry, chunk: int, *arrays_BL):

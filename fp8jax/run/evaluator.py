@@ -18,6 +18,7 @@ from fp8jax.models import transformer
 from fp8jax.models.config import EVAL_PRECISIONS, ComputeConfig
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
+from fp8jax.step import distillation
 from fp8jax.step.train_spec import TrainSpec
 
 RECIPE, BF16 = EVAL_PRECISIONS
@@ -29,16 +30,20 @@ class Evaluator:
   Compiles each precision once.
   """
 
-  def __init__(self, spec: TrainSpec):
-    self.spec = spec
+  def __init__(self, spec: TrainSpec, teacher: Any = None):
+    """Args: the spec; a teacher (step/distillation.py), from which the KL is evaluated too."""
+    self.spec, self._teacher = spec, teacher
     per_batch = spec.eval.batch * spec.data.seq_len
     self._num_batches = math.ceil(spec.eval.tokens / per_batch)
 
     options = choose.compiler_options(spec.device)
 
     @functools.partial(jax.jit, static_argnames="run", compiler_options=options)
-    def losses(params, sites, batch, run):
-      return transformer.loss(params, sites, batch, spec.model, run), batch["weights_BL"].sum()
+    def losses(params, sites, batch, run, teacher):
+      batch = distillation.taught(spec, params, batch, teacher)
+      loss, aux = transformer.loss_and_aux(params, sites, batch, spec.model, run)
+      loss, *kl = aux.sums.get("distill", [loss])
+      return loss, batch["weights_BL"].sum(), *kl
 
     self._losses = losses
     # Of the last evaluation, per source.
@@ -57,7 +62,8 @@ class Evaluator:
 
     Returns:
       {source: {precision: {"loss", "perplexity", "tokens"}}}, loss in nats per token; {} if
-      stopped.
+      stopped. With a teacher "loss" is the text's cross entropy, beside "kl", nats per token at
+      distill.temperature.
     """
     sites = {
       label: (sites_of(self.spec, recipe, scaling_states, phase), run_of(self.spec, recipe))
@@ -76,7 +82,10 @@ class Evaluator:
     for source, by_precision in results.items():
       for reason, number in self.passed_over[source].items():
         lines.append(f"held-out documents of {source} passed over as {reason}: {number}")
-      text = "  ".join(f"{p} {v['loss']:.4f}" for p, v in by_precision.items())
+      text = "  ".join(
+        f"{p} {v['loss']:.4f}" + (f" (KL {v['kl']:.4f})" if "kl" in v else "")
+        for p, v in by_precision.items()
+      )
       lines.append(f"step {step}  held-out loss on {source}: {text}")
     return lines
 
@@ -93,7 +102,7 @@ class Evaluator:
         return {}
       batch = spread.place(batch)
       for precision, (sites, run) in sites_of.items():
-        totals[precision].append(self._losses(params, sites, batch, run=run))
+        totals[precision].append(self._losses(params, sites, batch, run=run, teacher=self._teacher))
     self.passed_over[source] = counts.summary_everywhere()
     return {precision: _summary(source, parts) for precision, parts in totals.items()}
 
@@ -135,14 +144,15 @@ def precisions(spec: TrainSpec, phase: int = 0) -> dict[str, str | None]:
 
 def _summary(source: str, parts) -> dict[str, float]:
   sums = jax.device_get(parts)
-  loss, tokens = (sum(map(float, column)) for column in zip(*sums))
+  loss, tokens, *kl = (sum(map(float, column)) for column in zip(*sums))
   if tokens == 0:
     raise UserError(
       f"data.sources.{source} has no held-out token: raise data.heldout_fraction or eval.tokens, "
       "or give more documents"
     )
   mean = loss / tokens
-  return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "tokens": tokens}
+  summary = {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "tokens": tokens}
+  return {**summary, "kl": kl[0] / tokens} if kl else summary
 
 
 def objective(results: dict[str, Any]) -> float:
@@ -165,7 +175,9 @@ def metrics(results: dict[str, Any]) -> dict[str, float]:
 def flat(results: dict[str, Any]) -> dict[str, float]:
   """{"heldout/<source>/<precision>/loss": ...} for metrics."""
   return {
-    f"heldout/{source}/{precision}/loss": values["loss"]
+    f"heldout/{source}/{precision}/{name}": values[name]
     for source, by_precision in results.items()
     for precision, values in by_precision.items()
+    for name in ("loss", "kl")
+    if name in values
   }

@@ -21,7 +21,7 @@ from fp8jax.step.train_spec import TrainSpec
 
 
 def stats_of_step(
-  spec: TrainSpec, params, batch, phase: int = 0, statistics: int = tensor_stats.LOUD
+  spec: TrainSpec, params, batch, phase: int = 0, statistics: int = tensor_stats.LOUD, teacher=None
 ):
   """One forward and backward pass that watches every site, scales chosen from what it sees.
 
@@ -31,6 +31,7 @@ def stats_of_step(
     batch: [B, L], or [A, B, L] when accumulating.
     phase: of the precision schedule.
     statistics: tensor_stats.LOUD, or COUNTED to count magnitudes too.
+    teacher: of step/distillation.py.
 
   Returns:
     (loss, {layer's site: float32 [3, S] tensor_stats.STATISTICS of x, w, g}, and [1 or 2, S] of
@@ -41,9 +42,9 @@ def stats_of_step(
   scale = loss_scale.init(spec.loss_scale).get("scale")
 
   @functools.partial(jax.jit, compiler_options=choose.compiler_options(spec.device))
-  def run(params, batch):
+  def run(params, batch, teacher):
     value, gradient, stats, _ = train_step.gradients(
-      spec, params, site_lib.with_current_scales(sites), batch, scale
+      spec, params, site_lib.with_current_scales(sites), batch, scale, teacher=teacher
     )
     if spec.optim.in_backward:  # for all gradients at once there may be no room
       gradient = {}
@@ -52,7 +53,7 @@ def stats_of_step(
     )
     return value, stats, finite
 
-  loss, stats, finite = jax.device_get(run(params, batch))
+  loss, stats, finite = jax.device_get(run(params, batch, teacher))
   finite = {name: bool(ok) for name, ok in params_lib.flatten(finite).items()}
   return float(loss), site_tree.per_layer(sites, stats), finite
 
@@ -78,9 +79,9 @@ def first_bad(
   return "none: the same batch and the parameters that were saved give finite values"
 
 
-def report(spec: TrainSpec, params, batch, phase: int = 0) -> dict[str, Any]:
+def report(spec: TrainSpec, params, batch, phase: int = 0, teacher=None) -> dict[str, Any]:
   """JSON-able account of one batch: the loss, the first bad site, amaxes per site."""
-  loss, stats, finite = stats_of_step(spec, params, batch, phase)
+  loss, stats, finite = stats_of_step(spec, params, batch, phase, teacher=teacher)
   return {
     "loss": loss,
     "first_bad_site": first_bad(spec.model, stats, finite, loss),

@@ -205,9 +205,9 @@ def scales(definition: dict[str, Any]) -> str:
     return f"{quant['format']} {rows}x{contraction}"
 
   operands = (definition["fwd"]["lhs"], definition["fwd"]["rhs"], definition["dgrad"]["lhs"])
-  if operands[0] is None:
+  if operands[1] is None:
     return "-"
-  return ", ".join(map(one, operands)) + f" ({operands[0]['scale']})"
+  return ", ".join(map(one, operands)) + f" ({(operands[0] or operands[1])['scale']})"
 
 
 def accumulation(definition: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from fp8jax.models.mixer import Aux
 from fp8jax.ops import residuals, site_tree, stored_params
 from fp8jax.optim import gradients, param_stats, update
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
-from fp8jax.step import metrics
+from fp8jax.step import distillation, metrics
 
 
 def check(leaves, params):
@@ -51,16 +51,16 @@ def check(leaves, params):
   jax.tree.map(one, leaves["layers"], params["layers"])
 
 
-def take(spec, state, sites, batch, rate, by_param: bool = False) -> update.StepResult:
+def take(spec, state, sites, batch, rate, by_param=False, teacher=None) -> update.StepResult:
   """A step; the other order's is `step.after_backward`.
 
   Args:
-    spec: TrainSpec.
-    state: State.
+    spec, state, teacher: TrainSpec, State, and of distillation.py.
     sites, batch: as the model takes them.
     rate: learning rate.
     by_param: whether `values` have "param_stats", of param_stats.observed.
   """
+  batch = distillation.taught(spec, state.params, batch, teacher)
   cfg, run, params = spec.model, spec.run, dict(state.params)
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
   emb = {"embed": params["embed"]}

@@ -5,7 +5,8 @@ from fp8jax.models.mixer import Aux
 
 def of_aux(aux: Aux, tokens, num_layers: int):
   """Metrics beside the loss: "aux/NAME" of losses, per token and layers added up, and of
-  statistics, per token and layer; Aux.sums as they are.
+  statistics, per token and layer; "distill/cross_entropy" and "distill/kl" per token; other
+  Aux.sums as they are.
 
   Args:
     aux: sums over the tokens of a step, see models/mixer.py.
@@ -16,4 +17,7 @@ def of_aux(aux: Aux, tokens, num_layers: int):
   statistics = {
     f"aux/{name}": value / (tokens * num_layers) for name, value in aux.statistics.items()
   }
-  return {**losses, **statistics, **aux.sums}
+  sums = dict(aux.sums)
+  if (parts := sums.pop("distill", None)) is not None:
+    sums |= {"distill/cross_entropy": parts[0] / tokens, "distill/kl": parts[1] / tokens}
+  return {**losses, **statistics, **sums}

@@ -249,6 +249,20 @@ class LossScale:
   growth_interval: int = 2000
 
 
+@section("distill")
+class Distill:
+  """Distillation: the loss is a KL divergence from a teacher, by default the weights that training
+  starts from, unquantized (quantization-aware distillation, arXiv:2601.20088).
+  """
+
+  weight: float = key(0.0, "w of the loss (1 - w) CE + w t^2 KL(teacher || student), CE being the "
+    "cross entropy of the text: 0 has no teacher, 1 has the KL alone", least=0)
+  temperature: float = key(1.0, "t, which divides the logits of both (arXiv:1503.02531)")
+  teacher: str = key("", "Hugging Face folder of the teacher, of the model's own architecture and "
+    'vocabulary. "" takes init.hf or init.workdir, and under model.lora the frozen base, which '
+    "costs no memory. A resumed run reads it again and refuses other weights.")
+
+
 @section("mesh", EXECUTION, mapped=True)
 class Mesh:
   """Devices per axis; one may be -1: the devices that are left. All 1: one device, also of a larger

@@ -43,16 +43,22 @@ class StepFn:
   Attributes:
     jitted: of (state, batch, sites, rate_scale=None, *, key).
     key: uint32 [2], a NumPy array: every process has the same.
+    teacher: of distillation.py, or its shapes for `lower`; None is no argument.
   """
 
   jitted: Any
   key: np.ndarray
+  teacher: Any = None
+
+  @property
+  def _own(self) -> dict[str, Any]:
+    return {"key": self.key} | ({} if self.teacher is None else {"teacher": self.teacher})
 
   def __call__(self, *args):
-    return self.jitted(*args, key=self.key)
+    return self.jitted(*args, **self._own)
 
   def lower(self, *args):
-    return self.jitted.lower(*args, key=self.key)
+    return self.jitted.lower(*args, **self._own)
 
   def trace(self, *args):
-    return self.jitted.trace(*args, key=self.key)
+    return self.jitted.trace(*args, **self._own)

@@ -40,7 +40,7 @@ class TrainSpec:
     seed: of initial weights, of the order of documents and of stochastic rounding.
     verify_fp8_gemms: whether the compiled step is checked against the recipes before step 0.
     calibration: path of the table that delayed and static scales start from; "" for none.
-    init, kernels, loss_scale, weights, eval, checkpoint, log: the sections of that name.
+    init, kernels, loss_scale, distill, weights, eval, checkpoint, log: the sections of that name.
     sections: those of the job alone, see `of`.
     flat: the configuration as plain values, {"optim.peak_lr": 1e-3, ...}: recorded with every
       result, and compared by a resumed run.
@@ -63,6 +63,7 @@ class TrainSpec:
   init: settings.Init
   kernels: settings.Kernels
   loss_scale: settings.LossScale
+  distill: settings.Distill
   weights: settings.Weights
   eval: settings.Eval
   checkpoint: settings.Checkpoint

@@ -19,7 +19,7 @@ from fp8jax.optim import gradients as gradients_lib
 from fp8jax.optim import groups, param_stats, storage, update
 from fp8jax.optim import schedule as schedule_lib
 from fp8jax.quantization import tensor_stats
-from fp8jax.step import layerwise, loss_scale, metrics, train_spec
+from fp8jax.step import distillation, layerwise, loss_scale, metrics, train_spec
 from fp8jax.step.state import State, StepFn
 
 
@@ -125,20 +125,21 @@ def _initial_grad_autoscale(spec: train_spec.TrainSpec):
 
 
 def gradients(
-  spec: train_spec.TrainSpec, params, sites, batch, scale=None, step: Any = 0, grad_autoscale=None
-):
+  spec: train_spec.TrainSpec, params, sites, batch, scale=None, step: Any = 0, grad_autoscale=None,
+  teacher=None,
+):  # fmt: skip
   """(mean loss, gradients, {site: tensor statistics}, Aux) of a batch [B, L], or [A, B, L].
 
   The loss is one mean over all tokens of the step, however they are split into A microbatches, and
-  has the aux losses of mixers in it; Aux are sums over tokens. Gradients of
-  microbatches add in optim.grad_format; amaxes of sites combine by maximum, counts by sum.
+  has the aux losses of mixers in it; Aux are sums over tokens. Gradients of microbatches add in
+  optim.grad_format; amaxes of sites combine by maximum, counts by sum.
 
   Args:
     params: as the state has them.
     sites: their scaling states are amaxes of the unscaled loss's gradients.
     scale: of the loss while it is differentiated, a power of two; taken out again of all results.
     step: number of steps taken, for gradients that are rounded stochastically.
-    grad_autoscale: State.grad_autoscale.
+    grad_autoscale, teacher: of State; of distillation.py.
   """
   total, leaves = jnp.maximum(batch["weights_BL"].sum(), 1), spec.leaves
   if scale is not None:
@@ -146,17 +147,18 @@ def gradients(
   sinks = jax.tree.map(_sink, leaves, params)
 
   def of_one(batch, micro, sites):
+    batch = distillation.taught(spec, params, batch, teacher)
+
     def loss(sinks, taps):
-      tapped = site_tree.with_taps(sites, taps)
       pair = functools.partial(_weight, step=step, micro=micro, grad_autoscale=grad_autoscale)
       weights = jax.tree.map(pair, leaves, params, sinks)
-      value, aux = transformer.loss_and_aux(weights, tapped, batch, spec.model, spec.run)
+      own = (weights, site_tree.with_taps(sites, taps), batch, spec.model, spec.run)
+      value, aux = transformer.loss_and_aux(*own)
       value = unit_scaling.mean(sum(aux.losses.values(), start=value), total, spec.model)
       return value if scale is None else value * scale, aux
 
-    (value, aux), (gradient, stats) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
-      sinks, site_tree.taps(sites)
-    )
+    differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (value, aux), (gradient, stats) = differentiate(sinks, site_tree.taps(sites))
     if spec.run.layout.mesh is not None:
       places = jax.tree.map(lambda x: x.sharding, abstract_gradients(spec))
       gradient = jax.lax.with_sharding_constraint(gradient, places)
@@ -179,9 +181,8 @@ def gradients(
 
   nothing = jax.tree.map(lambda tap: tensor_stats.nothing(tap.shape), site_tree.taps(sites))
   start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, sinks), nothing)
-  (value, gradient, stats), aux = jax.lax.scan(
-    add, start, (jnp.arange(spec.grad_accum_steps), batch)
-  )
+  of_all = (jnp.arange(spec.grad_accum_steps), batch)
+  (value, gradient, stats), aux = jax.lax.scan(add, start, of_all)
   return value, gradient, site_tree.by_name(sites, stats), aux.sum()
 
 
@@ -234,32 +235,35 @@ def stops_on_nonfinite(spec: train_spec.TrainSpec, scale=None):
   return stops if scale is None else stops & (scale <= loss_scale.SMALLEST)
 
 
-def make_step(spec: train_spec.TrainSpec):
+def make_step(spec: train_spec.TrainSpec, teacher=None):
   """(state, batch, sites, rate_scale=None) -> (state, metrics), jitted, state donated.
 
   batch is [B, L], or [A, B, L] for A microbatches whose gradients are added up. With loud sites
   (TrainSpec.sites) the same function, traced a second time, also returns what every site saw in
   metrics["tensor_stats"], and transformer.alignment. rate_scale, a factor on the learning rate, is
   an argument so that its changes compile nothing; None leaves it out of the program.
+  `teacher` is distillation.py's; without one the step can be lowered.
   """
   schedule = schedule_lib.schedule(spec.optim)
 
-  def step(state: State, batch, sites, rate_scale=None, *, key):
+  def step(state: State, batch, sites, rate_scale=None, *, key, teacher=None):
     rate = schedule(state.step)
     rate = rate if rate_scale is None else rate * rate_scale
-    return take_step(spec, state, batch, sites, rate, jax.random.wrap_key_data(key))
+    return take_step(spec, state, batch, sites, rate, jax.random.wrap_key_data(key), teacher)
 
   options = choose.compiler_options(spec.device)
   key = np.asarray(jax.random.key_data(jax.random.key(spec.seed)))
-  return StepFn(jax.jit(step, donate_argnums=0, compiler_options=options), key)
+  teacher = distillation.abstract(spec) if teacher is None else teacher
+  return StepFn(jax.jit(step, donate_argnums=0, compiler_options=options), key, teacher)
 
 
-def take_step(spec: train_spec.TrainSpec, state: State, batch, sites, rate, key):
+def take_step(spec: train_spec.TrainSpec, state: State, batch, sites, rate, key, teacher=None):
   """(state, metrics) after one step, see make_step.
 
   Args:
     rate: learning rate.
     key: random key of the run, of which every step and site has one of its own.
+    teacher: of distillation.py.
   """
   shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(spec))
   take = layerwise.take if spec.optim.in_backward else after_backward
@@ -272,7 +276,8 @@ def take_step(spec: train_spec.TrainSpec, state: State, batch, sites, rate, key)
     both = (state.params, transformer.alignment(state.params, spec.model))
     params, watched["alignment"] = jax.lax.optimization_barrier(both)
     state = dataclasses.replace(state, params=params)
-  result = take(spec, state, sites, batch, rate, is_loud and spec.log.param_stats != "off")
+  by_param = is_loud and spec.log.param_stats != "off"
+  result = take(spec, state, sites, batch, rate, by_param, teacher)
   params, opt = result.params, result.opt
   if spec.run.layout.mesh is not None:  # scales too come to rest where they were
     params, opt = jax.lax.with_sharding_constraint((params, opt), shardings)
@@ -303,7 +308,7 @@ def take_step(spec: train_spec.TrainSpec, state: State, batch, sites, rate, key)
 
 
 def after_backward(
-  spec: train_spec.TrainSpec, state: State, sites, batch, rate, by_param: bool = False
+  spec: train_spec.TrainSpec, state: State, sites, batch, rate, by_param: bool = False, teacher=None
 ) -> update.StepResult:
   """A step that moves every parameter when all gradients are there.
 
@@ -311,10 +316,11 @@ def after_backward(
     sites, batch: as the model takes them.
     rate: learning rate.
     by_param: whether `values` have "param_stats", of param_stats.observed.
+    teacher: of distillation.py.
   """
   scale = state.loss_scale.get("scale")
   loss, gradient, stats, aux = gradients(
-    spec, state.params, sites, batch, scale, state.step, state.grad_autoscale
+    spec, state.params, sites, batch, scale, state.step, state.grad_autoscale, teacher
   )
   norm = gradients_lib.norm(gradient)
   # Narrow formats saturate: an infinity can pass through a product unnoticed, so sites are asked.
@@ -350,30 +356,32 @@ def _all_finite(stats):
 
 
 def make_calibration(spec: train_spec.TrainSpec, phase: int):
-  """(state, batch) -> the state, scales of its next step chosen from this batch where they are not
-  current; jitted.
+  """(state, batch, teacher=None) -> the state, scales of its next step chosen from this batch where
+  they are not current; jitted.
 
   Gradients are those under the loss scale, which is halved until they are finite. A batch that no
   scale makes finite leaves the loss scale as it is.
   """
   sites = spec.sites(phase=phase)
   if not scaling_lib.states(sites):
-    return lambda state, batch: dataclasses.replace(state, scaling_states={})
+    return lambda state, batch, teacher=None: dataclasses.replace(state, scaling_states={})
 
   @functools.partial(jax.jit, compiler_options=choose.compiler_options(spec.device))
-  def first_stats(params, batch, scale):
-    loss, _, stats, _ = gradients(spec, params, site_lib.with_current_scales(sites), batch, scale)
+  def first_stats(params, batch, scale, teacher):
+    now = site_lib.with_current_scales(sites)
+    loss, _, stats, _ = gradients(spec, params, now, batch, scale, teacher=teacher)
     is_finite, inputs = _all_finite(stats), {name: tap[..., :1, :] for name, tap in stats.items()}
     # The loss scale is no part of the forward pass.
     overflows = ~is_finite & jnp.isfinite(loss) & _all_finite(inputs)
     return scaling_lib.calibrated(sites, stats), is_finite, overflows
 
-  def calibrate(state: State, batch) -> State:
+  def calibrate(state: State, batch, teacher=None) -> State:
     scaling = state.loss_scale
-    scaling_states, is_finite, overflows = first_stats(state.params, batch, scaling.get("scale"))
+    of_batch = lambda: first_stats(state.params, batch, scaling.get("scale"), teacher)  # noqa: E731
+    scaling_states, is_finite, overflows = of_batch()
     while scaling and overflows and scaling["scale"] > loss_scale.SMALLEST:
       scaling = loss_scale.update(scaling, is_finite, spec.loss_scale)
-      scaling_states, is_finite, overflows = first_stats(state.params, batch, scaling["scale"])
+      scaling_states, is_finite, overflows = of_batch()
     if scaling and not is_finite:
       scaling = state.loss_scale
     return dataclasses.replace(state, scaling_states=scaling_states, loss_scale=scaling)

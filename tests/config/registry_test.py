@@ -52,15 +52,15 @@ LEAST_1 = """steps global_batch grad_accum_steps seq_len memory.loss_chunk eval.
   generate.num_samples"""
 LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.shuffle_windows
   data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction
-  optim.base_width eval.tokens eval.every eval.questions checkpoint.every log.tensor_stats_every
-  export.fold_smooth_batches
+  optim.base_width distill.weight eval.tokens eval.every eval.questions checkpoint.every
+  log.tensor_stats_every export.fold_smooth_batches
   prepare.processes generate.max_length"""
 ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
   weights.hf eval.tasks eval.data_dir eval.train_data eval.compare_with export.input_scales
   export.gate_text export.client_python export.push_to noise.text generate.prompts generate.out
-  optim.moment_format"""
+  optim.moment_format distill.teacher"""
 IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only kernels.optimizer
   kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy memory.save_gemm_inputs
   memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos data.workers data.prefetch
@@ -71,6 +71,7 @@ NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only m
   model.lora.alpha model.lora.targets model.lora.base precision.sensitivity precision.schedule
   precision.policy precision.calibration kernels.optimizer memory.gpu_fraction data.chat_template
   data.template_date data.samples_per_step data.epochs data.on_untrained optim.moment_format
+  distill.weight distill.temperature distill.teacher
   optim.master_format optim.grad_format optim.in_backward loss_scale.kind eval.every
   checkpoint.every checkpoint.keep checkpoint.accept_changes log.tracker log.profile
   log.tensor_stats_every log.param_stats log.source_loss log.alarms"""

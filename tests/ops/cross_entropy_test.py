@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.cross_entropy import cross_entropy, cross_entropy_by_source
+from fp8jax.ops.cross_entropy import Teacher, cross_entropy, cross_entropy_by_source
 
 B, L, D, V = 2, 50, 24, 96
 
@@ -81,7 +81,7 @@ def test_losses_by_source_are_sums_of_the_textbook(rng, is_differentiated):
   sources = rng.choice(4, (B, L), p=[0.1, 0.0, 0.2, 0.7]).astype(np.int32)
 
   def loss(h, sources):
-    total, by_source = cross_entropy_by_source(
+    total, by_source, _ = cross_entropy_by_source(
       h, head, "BLD,DV->BLV", targets, weights, site_lib.single("bf16"), 16,
       sources_BL=sources, num_sources=4,
     )  # fmt: skip
@@ -96,6 +96,45 @@ def test_losses_by_source_are_sums_of_the_textbook(rng, is_differentiated):
         for i in range(4)]  # fmt: skip
   np.testing.assert_allclose(got, of, rtol=2e-6)
   assert of[1] == (0, 0)
+
+
+def _softmax(logits):
+  p = np.exp(logits - logits.max(-1, keepdims=True))
+  return p / p.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("w, t", [(1.0, 2.0), (0.3, 1.0)])
+def test_distillation_equals_the_textbook(rng, w, t):
+  """(1 - w) CE + w t^2 KL and its gradients in float64; tokens without weight count nowhere."""
+  h, head, targets, weights = _inputs(rng)
+  weights *= rng.random((B, L), np.float32)
+  h_teacher, head_teacher = (x + rng.standard_normal(x.shape).astype(np.float32) for x in (h, head))
+  assert (weights == 0).any()
+  sources = np.zeros((B, L), np.int32)
+
+  def loss(h, head, h_teacher):
+    teacher = Teacher(h_teacher, head_teacher, site_lib.single("bf16"), w, t)
+    total, by_source, parts = cross_entropy_by_source(
+      h, head, "BLD,DV->BLV", targets, weights, site_lib.single("bf16"), 16, teacher=teacher,
+      sources_BL=sources, num_sources=2,
+    )  # fmt: skip
+    return total, jnp.stack([*parts, by_source[0, 0]])
+
+  ce, *of_ce = _textbook(h, head, targets, weights)
+  wide = [x.astype(np.float64) for x in (h, head, h_teacher, head_teacher)]
+  q, p = _softmax(wide[0] @ wide[1] / t), _softmax(wide[2] @ wide[3] / t)
+  kl = (weights * (p * np.log(p / q)).sum(-1)).sum()
+  g = w * t * weights[..., None] * (q - p)
+  of_kl = (g @ wide[1].T, np.einsum("bld,blv->dv", wide[0], g))
+  want = [(1 - w) * a + b for a, b in zip(of_ce, of_kl)]
+  run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+  (value, parts), (*gradients, of_teacher) = run(h, head, h_teacher)
+  np.testing.assert_allclose(value, (1 - w) * ce + w * t**2 * kl, rtol=1e-6)
+  np.testing.assert_allclose(parts, (ce, kl, (1 - w) * ce + w * t**2 * kl), rtol=1e-6)
+  for got, exact in zip(gradients, want):
+    np.testing.assert_allclose(got, exact, rtol=0, atol=2e-6 * np.abs(exact).max())
+  assert not of_teacher.any()
+  np.testing.assert_allclose(loss(h, head, h_teacher)[0], value, rtol=1e-6)  # undifferentiated
 
 
 def _seen(site, h, head, targets, weights, scale=1.0):
@@ -128,13 +167,15 @@ def test_cross_entropy_sees_nan(rng):
   assert np.isnan(x) and np.isfinite(w) and np.isnan(g)
 
 
-def test_cross_entropy_never_holds_all_logits(rng):
-  """No intermediate of the differentiated program has B * L * V elements."""
+@pytest.mark.parametrize("has_teacher", [False, True])
+def test_cross_entropy_never_holds_all_logits(rng, has_teacher):
+  """No intermediate of the differentiated program has B * L * V elements, with a teacher too."""
   h, head, targets, weights = _inputs(rng)
   site = site_lib.single("bf16")
 
   def loss(h, head):
-    return cross_entropy(h, head, "BLD,DV->BLV", targets, weights, site, 10)
+    teacher = Teacher(h, head, site, 1.0, 1.0) if has_teacher else None
+    return cross_entropy(h, head, "BLD,DV->BLV", targets, weights, site, 10, teacher=teacher)
 
   def sizes(jaxpr):
     for eqn in jaxpr.eqns:
