@@ -103,14 +103,14 @@ JOBS = {
     evaluate.run,
     Needs(
       (Tasks, Generate), checks.evaluation_problems, of_weights=True, has_calibration=True,
-      is_on_one_device=lambda c: bool(c.eval.tasks),  # as generation
+      is_served=lambda c: bool(c.eval.tasks), batches=("eval.batch",),
     ),
   ),
   "generate": Job(
     generate.run,
     Needs(
       (Generate,), checks.generate_problems, of_weights=True, has_own_text=True,
-      has_calibration=True, is_on_one_device=_always,
+      has_calibration=True, is_served=_always, batches=(),
     ),
   ),
   "export": Job(
