@@ -18,6 +18,16 @@ ROWS = {
   "e3m4_30": (np.float32, 30.0, 4, -2),
   "e5m6": (np.float32, 65024.0, 6, -14),
   **{f"e8m{m}": (np.float32, (2 - 2.0**-m) * 2.0**127, m, -126) for m in (3, 4, 5, 6)},
+  # Minifloats whose codes are all numbers: the largest exponent is 2^(e - 1).
+  **{
+    f"e{e}m{m}(inf=False, nan=False)": (
+      np.float32,
+      (2 - 2.0**-m) * 2.0**2 ** (e - 1),
+      m,
+      2 - 2 ** (e - 1),
+    )
+    for e, m in ((3, 1), (2, 2), (4, 2), (3, 3), (2, 4))
+  },
   "e7m7": (np.float32, 255 * 2.0**56, 7, -62),
   "bf16": (ml_dtypes.bfloat16, 255 * 2.0**120, 7),
   "f16": (np.float16, 65504.0, 10),

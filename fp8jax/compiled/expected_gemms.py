@@ -119,7 +119,7 @@ def expected(spec: TrainSpec, phase: int = 0) -> list[GemmRow]:
       row = GemmRow(
         hlo.GemmKey(name, product, again), site.recipe.name, backend, sizes[0][0],
         is_emulated=any(q.format not in (E4M3, E5M2) for q in (gemm.lhs, gemm.rhs) if q)
-        or (gemm.is_quantized and backend in gemm_api.WITH_VALUES),
+        or (gemm.multiplies_codes and backend in gemm_api.WITH_VALUES),
       )  # fmt: skip
       if xla.is_fp8(gemm) and backend not in gemm_api.WITH_VALUES:
         dots = sum(

@@ -69,7 +69,7 @@ def _layer(spec) -> dict[str, int]:
   gemms = {site.name: _Gemm(spec, site) for site in mixer.sites}
   first = [gemms[site.name] for site in mixer.sites if not site.is_residual]
   last = {site.input: gemms[site.name] for site in mixer.sites if site.is_residual}
-  is_quantized = all(sites[gemm.name].recipe.is_quantized for gemm in first)
+  is_quantized = all(sites[gemm.name].recipe.dgrad.multiplies_codes for gemm in first)
   made, joined = sum(gemm.produced for gemm in first), sum(g.contracted for g in last.values())
   # gate, up, and the gradient of their product; unquantized: the product and both gradients too.
   matrices = made + joined if is_quantized else 2 * (made + joined)

@@ -180,7 +180,7 @@ def gemm(problem: GemmProblem, wanted: str = "auto") -> Choice:
   Raises:
     ValueError: no backend can run it, or the named one cannot; says why and what to do.
   """
-  if not problem.gemm.is_quantized:
+  if not problem.gemm.multiplies_codes:
     return Choice("xla")
   backends = gemm_api.BACKENDS
   if wanted not in ("auto", *backends):
@@ -203,7 +203,7 @@ def gemm(problem: GemmProblem, wanted: str = "auto") -> Choice:
 
 def reason_against(problem: GemmProblem) -> str | None:
   """Why "auto" refuses a GEMM, without the remedies; None where it runs."""
-  if not problem.gemm.is_quantized:
+  if not problem.gemm.multiplies_codes:
     return None
   if reason := _excluded(problem):
     return reason
@@ -234,7 +234,7 @@ def grouped_gemm(problem: GemmProblem, wanted: str = "auto") -> Choice | Refusal
   else:
     grouped.check_backend(wanted)
     names = [wanted]
-  if not problem.gemm.is_quantized:
+  if not problem.gemm.multiplies_codes:
     return Refusal("a grouped GEMM reads FP8 operands; the recipe leaves these in 16 or 32 bits")
   choice = _first(names, lambda name: backends[name].supports(problem))
   if isinstance(choice, Choice):
@@ -296,7 +296,7 @@ def native_recipes(problem: GemmProblem) -> list[str]:
   """Recipes with three products on FP8 hardware, at the sizes of `problem`."""
 
   def is_native(recipe: Recipe) -> bool:
-    gemms = [gemm for which in PASSES if (gemm := getattr(recipe, which)).is_quantized]
+    gemms = [gemm for which in PASSES if (gemm := getattr(recipe, which)).multiplies_codes]
     problems = [dataclasses.replace(problem, gemm=gemm) for gemm in gemms]
     return bool(gemms) and all(_runs(p) for p in problems)
 

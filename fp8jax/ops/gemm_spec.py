@@ -178,7 +178,8 @@ class GemmSpec:
 
   def remakes(self, role: Role) -> bool:
     """Whether an operand of the backward pass is made of what the forward product multiplied."""
-    is_later = role in (Role.W_DGRAD, Role.X_WGRAD)
+    forward = {Role.W_DGRAD: Role.W_FWD, Role.X_WGRAD: Role.X_FWD}.get(role)
+    is_later = forward is not None and self.quant(forward) is not None
     return is_later and self.recipe.backward is Backward.DEQUANTIZED
 
   def rotates_back(self, role: Role) -> bool:

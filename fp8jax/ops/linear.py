@@ -56,6 +56,7 @@ from fp8jax.ops.prologue import Prologue
 from fp8jax.ops.site import ScalingInputs
 from fp8jax.ops.stored_params import cotangent, gemm_operand, residual_view
 from fp8jax.quantization import hadamard, tensor_stats
+from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.recipe.gemm import Recipe
 
 # Name of residuals that are operands, for remat policies (see jax.ad_checkpoint.checkpoint_name).
@@ -355,8 +356,8 @@ def product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype, inputs
 def _product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype):
   # The compiled program carries this name: the check of FP8 GEMMs finds the product by it.
   with jax.named_scope(f"{spec.name}:{gemm}"):
-    if not spec.gemm(gemm).is_quantized:
-      return _unquantized(a, b, out_dtype)
+    if not spec.gemm(gemm).multiplies_codes:
+      return _unquantized(a, _dequantized(b, spec.x_dtype), out_dtype)
     multiply = functools.partial(
       gemm_api.scaled_matmul,
       accumulate=spec.gemm(gemm).accumulate,
@@ -364,6 +365,19 @@ def _product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype):
       out_dtype=out_dtype,
     )
     return (jax.vmap(multiply) if a.batch else multiply)(a.value, b.value)
+
+
+def _dequantized(b: Operand, dtype) -> Operand:
+  """Of a weight that alone is quantized the numbers of its codes."""
+  if not isinstance(b.value, ScaledMatrix):
+    return b
+
+  def one(value):
+    # The barrier keeps the cast there and back, which a GPU's compiler may drop.
+    codes = dataclasses.replace(value, data=jax.lax.optimization_barrier(value.data))
+    return codes.dequantize(dtype)
+
+  return dataclasses.replace(b, value=(jax.vmap(one) if b.batch else one)(b.value))
 
 
 def _unquantized(a: Operand, b: Operand, out_dtype):

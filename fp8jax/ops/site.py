@@ -166,7 +166,7 @@ def single(
     (3, 16)
   """
   recipe = rules_lib.recipe_by_name(recipe) if isinstance(recipe, str) else recipe
-  chosen = tuple(matmul if getattr(recipe, p).is_quantized else "xla" for p in PASSES)
+  chosen = tuple(matmul if getattr(recipe, p).multiplies_codes else "xla" for p in PASSES)
   if matmul != "auto":  # which is decided at the dot; sizes are unknown here
     chosen = choose_backends(recipe, GemmSize(0, 0, 0), choose.current_device(), matmul)
   return fresh(recipe, name, backends=chosen, save=save)

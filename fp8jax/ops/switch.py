@@ -92,7 +92,8 @@ def dot(eqn: str, x, w, site: SwitchedSite, out_dtype):
 
   def dequantized(role: Role, t):
     value = operands.operand(spec, role, t, inputs).value
-    return jax.lax.stop_gradient(value.dequantize(spec.x_dtype))
+    is_code = spec.quant(role) is not None
+    return jax.lax.stop_gradient(value.dequantize(spec.x_dtype) if is_code else value)
 
   def product(x, w):
     a, b = (dataclasses.replace(of, value=t) for of, t in ((plain_x, x), (plain_w, w)))

@@ -63,6 +63,8 @@ class Attention:
         raise ValueError(f"{where}: {part} has backward or an estimator; attention has neither")
       for p in PASSES:
         gemm = getattr(getattr(self, part), p)
+        if gemm.is_quantized and not gemm.multiplies_codes:
+          raise ValueError(f"{where}: {part}.{p} quantizes rhs alone; set both operands, or none")
         if gemm != Gemm(gemm.lhs, gemm.rhs, gemm.accumulate):
           raise ValueError(
             f"{where}: {part}.{p} has rotate_rows, compensates or a gain, which products of "

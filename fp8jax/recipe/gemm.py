@@ -72,7 +72,8 @@ class Gemm:
 
   Attributes:
     lhs: the Quant of A, or None for the compute dtype.
-    rhs: the Quant of B, or None for the compute dtype.
+    rhs: the Quant of B, or None for the compute dtype. Alone it is "weight-only" quantization: B is
+      dequantized to the compute dtype, in which A is multiplied by it.
     accumulate: FAST or PRECISE, see Accumulation, or an integer: partial sums are added in float32
       every so many K. The compute dtype is always PRECISE.
     rotate_rows: of (lhs, rhs), blocks of rows that are rotated before quantization; the product is
@@ -90,21 +91,26 @@ class Gemm:
   gain: Gain | None = None
 
   def __post_init__(self):
-    _check_accumulate(self.accumulate, self.is_quantized)
+    _check_accumulate(self.accumulate, self.multiplies_codes)
     if self.compensates and not (self.lhs and isinstance(self.lhs.clip, Clamp)):
       raise ValueError(f"compensates=True adds what lhs.clip=Clamp(...) took away; lhs={self.lhs}")
     if self.compensates and (any(self.rotate_rows) or (self.lhs and self.lhs.rotation)):
       raise ValueError(
         "compensates=True adds what was clamped of lhs as it is: leave rotations out"
       )
-    if any(self.rotate_rows) and not self.is_quantized:
+    if any(self.rotate_rows) and not self.multiplies_codes:
       raise ValueError(
         "rotate_rows of a product in the compute dtype changes nothing: leave it out"
       )
-    if (self.lhs is None) != (self.rhs is None):
+    if self.lhs is not None and self.rhs is None:
       raise ValueError(
-        f"lhs={self.lhs} and rhs={self.rhs}: both operands of a GEMM are quantized or neither is; "
-        "no matrix unit multiplies FP8 by BF16. Set both, or both to None."
+        f"lhs={self.lhs} and rhs=None: no matrix unit multiplies FP8 by BF16. Set both, or both to "
+        "None, or rhs alone for a weight that is dequantized before the product"
+      )
+    if self.lhs is None and self.rhs is not None and self.rhs.transform:
+      raise ValueError(
+        f"rhs.transform={self.rhs.transform} and lhs=None: a product of a rotated operand "
+        "and one that is not is another; leave it out"
       )
     if self.lhs and self.rhs and self.lhs.transform != self.rhs.transform:
       raise ValueError(
@@ -126,7 +132,7 @@ class Gemm:
         )
       if quant.scale is Scale.NONE:
         raise ValueError(f"{name}={quant}: an operand without a range of its own has scale='one'")
-      if quant.tile[1] == WHOLE:
+      if quant.tile[1] == WHOLE or not self.multiplies_codes:
         continue
       if isinstance(self.accumulate, Accumulation) or quant.tile[1] % self.accumulate:
         raise ValueError(
@@ -136,17 +142,23 @@ class Gemm:
 
   @property
   def is_quantized(self) -> bool:
+    """Whether any operand is."""
+    return self.rhs is not None
+
+  @property
+  def multiplies_codes(self) -> bool:
+    """Whether both operands are quantized, so that a matrix unit may multiply their codes."""
     return self.lhs is not None
 
 
-def _check_accumulate(accumulate: Accumulate, is_quantized: bool):
+def _check_accumulate(accumulate: Accumulate, multiplies_codes: bool):
   is_count = type(accumulate) is int and 0 < accumulate < 2**31
   if not isinstance(accumulate, Accumulation) and not is_count:
     raise ValueError(
       f"accumulate={accumulate!r} must be Accumulation.FAST, Accumulation.PRECISE, or how many "
       "products along K are added before their sum moves to float32, at least 1 and below 2^31"
     )
-  if accumulate is not Accumulation.PRECISE and not is_quantized:
+  if accumulate is not Accumulation.PRECISE and not multiplies_codes:
     raise ValueError(
       f"accumulate={accumulate_name(accumulate)} is for FP8 operands, and lhs is None: the compute "
       "dtype accumulates in float32. Leave accumulate out, or give lhs and rhs a Quant"
@@ -243,10 +255,20 @@ class Recipe:
       )
     for tensor, estimator in (("lhs", self.estimate_x), ("rhs", self.estimate_w)):
       quant = getattr(self.fwd, tensor)
+      if estimator and quant is None:
+        raise ValueError(
+          f"recipe {self.name!r}: {estimator}, and fwd rounds no {tensor}: leave it out"
+        )
       if isinstance(estimator, Differentiable) and not quant.format.is_stepped:
         raise ValueError(
           f"recipe {self.name!r}: {estimator} needs steps between numbers, and {quant.format} is "
           "logarithmic; take TrustMask() or None"
+        )
+    for p in PASSES[1:]:
+      gemm = getattr(self, p)
+      if gemm.is_quantized and not gemm.multiplies_codes:
+        raise ValueError(
+          f"recipe {self.name!r}: {p} quantizes rhs alone, which only fwd may; set both or none"
         )
     for tensor, uses in self.uses().items():
       sources = {u.source for u in uses}
@@ -316,7 +338,7 @@ class Recipe:
     gemms = {
       p: dataclasses.replace(getattr(self, p), accumulate=how)
       for p, how in zip(PASSES, accumulate, strict=True)
-      if getattr(self, p).is_quantized
+      if getattr(self, p).multiplies_codes
     }
     return dataclasses.replace(self, name=name, **gemms)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8jax import calls, patterns
 from fp8jax.errors import UserError, nearest
-from fp8jax.recipe import library, papers
+from fp8jax.recipe import library, papers, served
 from fp8jax.recipe.gemm import PASSES, Accumulate, Recipe, accumulate_by_name
 from fp8jax.recipe.quant import Delayed, Static
 
@@ -37,7 +37,7 @@ def add(recipe: Recipe) -> str:
 
 
 def recipe_by_name(name: str) -> Recipe:
-  """A recipe of `library.RECIPES`, `papers.PAPERS` or `add`, with other numbers if the name gives
+  """A recipe of library.py, papers.py, served.py or `add`, with other numbers if the name gives
   some.
 
   Args:
@@ -49,11 +49,15 @@ def recipe_by_name(name: str) -> Recipe:
     ValueError: no such recipe, no such option of it, or a value that it cannot have.
   """
   base, opening, options = name.partition("(")
-  recipes = library.RECIPES | papers.PAPERS | _OWN
+  known = library.RECIPES | papers.PAPERS | served.SERVED | _OWN
+  recipes = known | served.MEASURED
   if base not in recipes or (opening and not options.endswith(")")):
     near = nearest(base, recipes)
     hint = f"did you mean {near!r}?" if near else "none is like it."
-    raise ValueError(f"unknown recipe {name!r}; {hint} Known: {', '.join(recipes)}")
+    raise ValueError(
+      f"unknown recipe {name!r}; {hint} Known: {', '.join(known)}; FORMAT_dynamic and "
+      "FORMAT_weights of the formats of fp8jax/recipe/served.py"
+    )
   recipe = recipes[base]
   if not opening:
     return recipe

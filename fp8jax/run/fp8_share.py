@@ -37,12 +37,12 @@ def of_phase(spec: TrainSpec, phase: int = 0) -> dict[str, float]:
     weights = len(site.layer_names) * math.prod(dims[c] for c in param.letters if c != "N")
     for which in PASSES if param.trainable else PASSES[:2]:
       gemm = getattr(site.recipe, which)
-      flops += 2.0 * weights * gemm.is_quantized
+      flops += 2.0 * weights * gemm.multiplies_codes
       for tokens, calls in expected_gemms.calls(spec, site):
         m, n, k = site_tree.local_size(param, dims, layout, tokens).of(which)
-        elements = calls * (m * k + k * n)
-        narrow_bytes += elements * gemm.is_quantized
-        all_bytes += elements * (1 if gemm.is_quantized else wide)
+        for quant, elements in ((gemm.lhs, m * k), (gemm.rhs, k * n)):
+          narrow_bytes += calls * elements * (quant is not None)
+          all_bytes += calls * elements * (wide if quant is None else 1)
   whole = metrics.flops_per_token(spec.model, spec.data.seq_len)
   return {FLOPS: flops / whole, GEMM_BYTES: narrow_bytes / all_bytes}
 

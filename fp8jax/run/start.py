@@ -108,7 +108,9 @@ def _fp8_backends(spec: TrainSpec) -> set[str]:
   """Backends of the FP8 products of every phase."""
   trees = [spec.sites(phase=phase) for phase in range(len(spec.precision.phases))]
   sites = [site for tree in trees for site in site_lib.flatten(tree).values()]
-  return {b for s in sites for p, b in zip(PASSES, s.backends) if getattr(s.recipe, p).is_quantized}
+  return {
+    b for s in sites for p, b in zip(PASSES, s.backends) if getattr(s.recipe, p).multiplies_codes
+  }
 
 
 def device_line(spec: TrainSpec, devices: Sequence[Any] | None = None) -> str:

@@ -63,25 +63,26 @@ def test_every_recipe_is_proven(name):
 def _emulated(name: str, monkeypatch, **changes):
   """A spec whose recipe multiplies rows of a format that no matrix unit has, "e3m2" or "int8"."""
   quant = Quant(formats.by_name(name), (1, WHOLE), Scale.POW2)
-  monkeypatch.setitem(library.RECIPES, name, Recipe(name, *(Gemm(quant, quant),) * 3))
-  return harness.debug_plan(precision__rules=(("layers/.*", name), ("head", "bf16")), **changes)
+  recipe = f"{name}_throughout"
+  monkeypatch.setitem(library.RECIPES, recipe, Recipe(recipe, *(Gemm(quant, quant),) * 3))
+  return harness.debug_plan(precision__rules=(("layers/.*", recipe), ("head", "bf16")), **changes)
 
 
 def test_a_format_that_float32_carries_has_no_fp8_gemm(monkeypatch):
   spec = _emulated("int8", monkeypatch)
   rows = harness.strict(spec)
-  sites = [row for row in rows if row.recipe == "int8"]
+  sites = [row for row in rows if row.recipe == "int8_throughout"]
   assert len(sites) >= 7 * 3 and all(row.is_emulated and row.unquantized for row in sites)
   assert {row.expected for row in rows} == {row.fp8 for row in rows} == {0}
   printed = _printed(rows)
-  assert "int8 (emulated)" in printed and "2 emulated" in printed and "0/" not in printed
+  assert "int8_throughout (emulated)" in printed and "2 emulated" in printed and "0/" not in printed
 
 
 def test_a_format_that_fp8_carries_is_counted_and_named_emulated(monkeypatch):
   rows = harness.strict(_emulated("e3m2", monkeypatch))
-  sites = [row for row in rows if row.recipe == "e3m2"]
+  sites = [row for row in rows if row.recipe == "e3m2_throughout"]
   assert all(row.is_emulated and row.fp8 == row.expected > 0 for row in sites)
-  assert "e3m2 (emulated)" in _printed(rows)
+  assert "e3m2_throughout (emulated)" in _printed(rows)
 
 
 def test_on_a_gpu_emulation_is_asked_for_and_is_never_taken_for_fp8(monkeypatch):

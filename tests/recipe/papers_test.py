@@ -34,6 +34,7 @@ from fp8jax.recipe.quant import (
   Rounding,
   Scale,
 )
+from fp8jax.recipe.served import MEASURED, SERVED
 
 F32 = np.float32
 
@@ -178,8 +179,8 @@ def three_products(r: Recipe, x, w, g):
     dx = dx * slope(x_scaled, f.lhs, r.estimate_x)
   if r.estimate_w:
     dw = dw * slope(w_scaled, f.rhs, r.estimate_w)
-  if again and f.lhs.transform:
-    dx, dw = rotated(dx, f.lhs.transform), rotated(dw, f.lhs.transform)
+  if again and f.rhs.transform:
+    dx, dw = rotated(dx, f.rhs.transform), rotated(dw, f.rhs.transform)
   sizes = (x.shape[1], w.shape[1], x.shape[0])
   gains = [
     np.prod(np.power(sizes, [m.gain.fan_in, m.gain.fan_out, m.gain.tokens])) if m.gain else 1.0
@@ -198,6 +199,13 @@ def _without_backward(name: str) -> Recipe:
   """Its backward products in the compute dtype: what is random is there."""
   return dataclasses.replace(PAPERS[name], dgrad=Gemm(), wgrad=Gemm())
 
+
+# The other served ones differ by a tile or a format.
+_SERVED = {"w4a16", "int8", "w4afp8", "nvfp4a16_4or6"}
+_OTHERS = [
+  pytest.param(r, marks=pytest.mark.slow) if name not in _SERVED else r
+  for name, r in (SERVED | MEASURED).items() if not r.is_stateful
+]  # fmt: skip
 
 # Everything that rounds to the nearest and draws no signs.
 CASES = [
@@ -233,7 +241,7 @@ def products(recipe, x, w, g, key=None):
   return [np.asarray(t, np.float64) for t in run(x, w, g)]
 
 
-@pytest.mark.parametrize("recipe", CASES, ids=lambda r: r.name)
+@pytest.mark.parametrize("recipe", [*CASES, *_OTHERS], ids=lambda r: r.name)
 def test_three_products_are_those_of_the_paper(rng, recipe):
   x, w, g = operands(rng)
   for name, got, want in zip(
@@ -432,6 +440,11 @@ def test_recipes_that_mean_nothing_are_refused():
     (lambda: Gemm(rotate_rows=(Hadamard(16), None)), "rotate_rows"),
     (lambda: dataclasses.replace(PAPERS["fp4"].fwd, rotate_rows=(Hadamard(16), None)), "clamped"),
     (lambda: Recipe("r", estimate_w=TrustMask()), "compute dtype"),
+    (lambda: Gemm(plain), "rhs=None: no matrix unit"),
+    (lambda: Gemm(None, Quant(E4M3, transform=Hadamard(16))), "a rotated operand and one"),
+    (lambda: Gemm(None, plain, Accumulation.FAST), "FP8 operands"),
+    (lambda: Recipe("r", Gemm(None, plain), estimate_x=TrustMask()), "fwd rounds no lhs"),
+    (lambda: Recipe("r", wgrad=Gemm(None, plain)), "wgrad quantizes rhs alone"),
     (lambda: Differentiable(power=0.5), "power"),
     (lambda: dataclasses.replace(PAPERS["lns8"], estimate_w=Differentiable()), "logarithmic"),
     (lambda: Hadamard(48 + 2), "12, 20 or 28"),
