@@ -303,7 +303,7 @@ def _layout(data: int, tensor: int) -> axes.Layout:
   if data * tensor == 1:
     return axes.LOCAL
   shape = mesh.resolve({"data": data, "fsdp": 1, "tensor": tensor}, jax.device_count())
-  acts = axes.as_rules(registry.base().sharding.acts)
+  acts = axes.as_rules(registry.at(registry.base(), "sharding.acts"))
   return axes.Layout(mesh.make(shape), acts=acts).served()
 
 

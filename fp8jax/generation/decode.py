@@ -92,7 +92,7 @@ def prefill(
     slots.tokens_B.at[rows_R].set(first_R),
     slots.positions_B.at[rows_R].set(lengths_R),
     slots.seeds_B.at[rows_R].set(seeds_R),
-  ).placed(), axes.constrain(first_R, "S", run.layout)
+  ).placed(), axes.constrain(first_R, "R", run.layout)
 
 
 def decode(
@@ -151,4 +151,4 @@ def score(params, sites, batch, *, chunk: int, cfg: ModelConfig, run: ComputeCon
 
   scored = jax.lax.map(one, (chunks(h_BLD), chunks(batch["targets_BL"])))
   logp_BL, is_best_BL = (jnp.moveaxis(x, 0, 1).reshape(num_rows, length) for x in scored)
-  return axes.constrain(logp_BL, "SL", run.layout), axes.constrain(is_best_BL, "SL", run.layout)
+  return logp_BL, is_best_BL
