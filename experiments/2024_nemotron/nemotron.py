@@ -28,5 +28,5 @@ def get_config(arm=""):
   c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = 96, 8, 192
   c.model.intermediate_size, c.model.max_positions = 73_728 * 2 // 3, 4_096
   c.model.tie_embeddings = False
-  c.plan.formats = tuple(name for name in c.plan.formats if name != arm)
+  c.plan_inference.formats = tuple(name for name in c.plan_inference.formats if name != arm)
   return c

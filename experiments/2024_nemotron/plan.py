@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 import nemotron  # noqa: E402
 
 from configs import base  # noqa: E402
-from fp8jax.generation import plan  # noqa: E402
+from fp8jax.generation import capacity  # noqa: E402
 from fp8jax.jobs import dispatch, plan_inference  # noqa: E402
 from fp8jax.run import provenance  # noqa: E402
 
@@ -57,7 +57,7 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 def tables(found: dict) -> str:
   """What README.md has between its marks."""
-  rows = [plan_inference.cells(plan.Row(**row)) for row in found["rows"]["h100"].values()]
+  rows = [plan_inference.cells(capacity.Row(**row)) for row in found["rows"]["h100"].values()]
   head = [f"{gpu.upper()}: {what}" for gpu in GPUS
           for what in ("sequences on 8", "tokens/s, at most", "fits from")]  # fmt: skip
   others = [
@@ -83,7 +83,7 @@ def tables(found: dict) -> str:
 
 
 def _short(row: dict) -> list[str]:
-  cells = plan_inference.cells(plan.Row(**row))
+  cells = plan_inference.cells(capacity.Row(**row))
   names = ("sequences", "tokens/s: all", "fits from")
   return [cells[plan_inference.COLUMNS.index(name)] for name in names]
 

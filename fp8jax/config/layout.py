@@ -120,8 +120,8 @@ def uneven(declaration, sites, model, rules, layout: axes.Layout, tokens: int | 
         )
   if wrong:
     return list(wrong.values())
-  found = (find_misaligned_tiles(sites, model.dims, one, layout, tokens) for one in rules)
-  return list(dict.fromkeys(text for texts in found for text in texts))
+  of_rules = (find_misaligned_tiles(sites, model.dims, one, layout, tokens) for one in rules)
+  return list(dict.fromkeys(text for texts in of_rules for text in texts))
 
 
 # --- scale tiles ---------------------------------------------------------------------------------

@@ -90,8 +90,8 @@ class Generate:
     return Sampling(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)})
 
 
-@section("plan", NOTHING)
-class Plan:
+@section("plan_inference", NOTHING)
+class PlanInference:
   """The table of --job=plan_inference: what the model takes, served on --topology=h100:8, in the
   configuration's rules and in other formats; sequences have generate.max_length tokens (0: the
   model's longest) in generate.cache_format.

@@ -8,7 +8,7 @@ from fp8jax.errors import ConfigErrors
 from fp8jax.evaluation import catalog
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation import api
-from fp8jax.generation.settings import Generate, Plan
+from fp8jax.generation.settings import Generate, PlanInference
 from fp8jax.phases import policy
 from fp8jax.recipe import rules
 from fp8jax.step.train_spec import TrainSpec
@@ -72,13 +72,14 @@ def noise_problems(c: Any) -> list[str]:
   return collected.found
 
 
-def plan_problems(config: Any) -> list[str]:
-  """The problems of a config's plan section, in words."""
-  collected, c = ConfigErrors(), registry.section(config, Plan)
+def plan_inference_problems(config: Any) -> list[str]:
+  """The problems of a config's plan_inference section, in words."""
+  collected, c = ConfigErrors(), registry.section(config, PlanInference)
   for name in c.formats:
-    collected.attempt(lambda name=name: rules.recipe_by_name(name), "plan.formats")
+    collected.attempt(lambda name=name: rules.recipe_by_name(name), "plan_inference.formats")
   collected.check(
-    0 <= c.reserve < 1, f"plan.reserve={c.reserve} must be a share of the memory from 0 to below 1"
+    0 <= c.reserve < 1,
+    f"plan_inference.reserve={c.reserve} must be a share of the memory from 0 to below 1",
   )
   return collected.found
 

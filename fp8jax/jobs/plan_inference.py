@@ -1,7 +1,7 @@
 """A model served on so many GPUs, format by format: its bytes, and a bound of its speed.
 
-The table is arithmetic (generation/plan.py). Where XLA for CUDA is installed, a decoding step of
-the configuration's own rules is compiled for these GPUs besides, with as many sequences as fit.
+The table is arithmetic (generation/capacity.py). With XLA for CUDA, a decoding step of the
+configuration's own rules is compiled for these GPUs besides, with as many sequences as fit.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ import rich.console
 
 from fp8jax import console as console_lib
 from fp8jax.errors import UserError
-from fp8jax.generation import aot, plan
-from fp8jax.generation.settings import Generate, Plan
+from fp8jax.generation import aot, capacity
+from fp8jax.generation.settings import Generate, PlanInference
 from fp8jax.kernels import choose
 from fp8jax.step import train_spec
 
@@ -56,21 +56,23 @@ def run(
 
 def table_of(
   spec: train_spec.TrainSpec, gpu: str, count: int
-) -> tuple[plan.Serving, list[plan.Row]]:
-  """(what is served, the configuration's row and those of plan.formats)."""
-  generate, own = spec.of(Generate), spec.of(Plan)
+) -> tuple[capacity.Serving, list[capacity.Row]]:
+  """(what is served, the configuration's row and those of plan_inference.formats)."""
+  generate, own = spec.of(Generate), spec.of(PlanInference)
   length = generate.max_length or spec.model.max_positions
-  facts = plan.Gpu.named(gpu)
+  facts = capacity.Gpu.named(gpu)
   stated = spec.flat["precision.compute_dtype"]
   dtype = choose.compute_dtype(choose.Device("gpu", facts.capability))
   itemsize = 4 if (dtype if stated == "auto" else stated) == "float32" else 2
-  serving = plan.Serving(spec.model, facts, length, own.reserve, generate.cache_format, itemsize)
+  serving = capacity.Serving(
+    spec.model, facts, length, own.reserve, generate.cache_format, itemsize
+  )
   named = {name: (("head", "bf16"), ("layers/.*", name)) for name in own.formats}
   rules = {CONFIGURED: spec.precision.phases[-1].rules, **named}
   return serving, [serving.row(name, of_row, count) for name, of_row in rules.items()]
 
 
-def conditions(serving: plan.Serving, count: int) -> str:
+def conditions(serving: capacity.Serving, count: int) -> str:
   """A sentence about the rows."""
   gpu = serving.gpu
   return (
@@ -81,7 +83,7 @@ def conditions(serving: plan.Serving, count: int) -> str:
   )
 
 
-def cells(row: plan.Row) -> list[str]:
+def cells(row: capacity.Row) -> list[str]:
   """A row as text."""
   numbers = [
     f"{row.bytes_per_parameter:.4f}", f"{row.weights / 2**30:.2f}",
@@ -95,7 +97,7 @@ def cells(row: plan.Row) -> list[str]:
 
 
 def _compiled(
-  out: rich.console.Console, serving: plan.Serving, row: plan.Row, compiled_for
+  out: rich.console.Console, serving: capacity.Serving, row: capacity.Row, compiled_for
 ) -> dict[str, Any]:
   """Bytes of the compiled decoding step beside the row's; {"problem": why there is none}."""
   if not row.batch:
@@ -107,7 +109,7 @@ def _compiled(
     out.print(f"arithmetic alone, no decoding step was compiled: {e}")
     return {"problem": str(e)}
   memory: Any = lowered.compile().memory_analysis()
-  found = {
+  step = {
     "sequences": row.batch,
     "arguments": memory.argument_size_in_bytes,
     "declared": row.weights + row.batch * row.cache_per_sequence,
@@ -117,8 +119,8 @@ def _compiled(
   }
   out.print(
     f"decoding step of {row.format} with {row.batch} sequences, compiled: weights and cache "
-    f"{found['arguments'] / 2**30:.2f} GiB (the table's {found['declared'] / 2**30:.2f}), "
-    f"temporaries {found['temporaries'] / 2**30:.2f} GiB, {found['peak_of_memory']:.1%} of the "
+    f"{step['arguments'] / 2**30:.2f} GiB (the table's {step['declared'] / 2**30:.2f}), "
+    f"temporaries {step['temporaries'] / 2**30:.2f} GiB, {step['peak_of_memory']:.1%} of the "
     "memory of a GPU"
   )
-  return found
+  return step

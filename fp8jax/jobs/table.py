@@ -18,7 +18,7 @@ from fp8jax.config.needs import TRAINING, Needs
 from fp8jax.evaluation.settings import Noise, Tasks
 from fp8jax.export import checks as export_checks
 from fp8jax.export.settings import Export
-from fp8jax.generation.settings import Generate, Plan
+from fp8jax.generation.settings import Generate, PlanInference
 from fp8jax.jobs import (
   calibrate,
   checks,
@@ -155,7 +155,7 @@ JOBS = {
   "memory": Job(memory.run, Needs(), _program, "topology", is_for_resolve=True),
   "plan_inference": Job(
     plan_inference.run,
-    Needs((Generate, Plan), checks.plan_problems, is_served=_always, batches=()),
+    Needs((Generate, PlanInference), checks.plan_inference_problems, is_served=_always, batches=()),
     _served, "topology", is_for_resolve=True,
   ),
   "prepare": Job(prepare.run, Needs((Prepare,)), _documents, "out"),

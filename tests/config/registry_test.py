@@ -190,6 +190,7 @@ NEEDS = {
   "calibrate": ("weights.hf", False, (False, False), False, False, "out"),
   "diagnose": ("init.hf", False, (False, False), False, False, ""),
   "memory": ("init.hf", False, (False, False), False, False, "topology"),
+  "plan_inference": ("init.hf", False, (True, True), False, False, "topology"),
   "prepare": ("init.hf", False, (False, False), False, False, "out"),
   "preview": ("init.hf", False, (False, False), True, True, ""),
 }

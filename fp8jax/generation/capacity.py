@@ -1,4 +1,4 @@
-"""The plan of a served model: its bytes on so many GPUs and a bound of its speed, by arithmetic.
+"""The bytes of a served model on so many GPUs and a bound of its speed, by arithmetic.
 
 Weights are split over N GPUs by heads, features and vocabulary (mesh.tensor); embedding, head and
 norms are in the compute dtype, norms in float32. Of a decoding step with b sequences of L tokens
