@@ -90,7 +90,7 @@ class Generate:
     return Sampling(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)})
 
 
-@section("plan_inference", NOTHING)
+@section("plan_inference", NOTHING, mapped=True)
 class PlanInference:
   """The table of --job=plan_inference: what the model takes, served on --topology=h100:8, in the
   configuration's rules and in other formats; sequences have generate.max_length tokens (0: the

@@ -54,7 +54,7 @@ LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.s
   data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction
   optim.base_width eval.tokens eval.every eval.questions checkpoint.every log.tensor_stats_every
   export.fold_smooth_batches
-  prepare.processes generate.max_length"""
+  prepare.processes generate.max_length plan_inference.reserve"""
 ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
@@ -66,7 +66,8 @@ IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_on
   memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos data.workers data.prefetch
   mesh.data mesh.fsdp mesh.tensor sharding.weights sharding.acts"""
 NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "calibrate", "sensitivity",
-               "noise", "prepare", "generate", "precision.verify_fp8_gemms")  # fmt: skip
+               "noise", "prepare", "generate", "plan_inference",
+               "precision.verify_fp8_gemms")  # fmt: skip
 NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only model.lora.rank
   model.lora.alpha model.lora.targets model.lora.base precision.sensitivity precision.schedule
   precision.policy precision.calibration kernels.optimizer memory.gpu_fraction data.chat_template
