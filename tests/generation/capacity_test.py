@@ -1,10 +1,13 @@
 """Bytes and bounds of a served model against numbers worked out by hand, and the job's table."""
 
 import dataclasses
+import json
+import pathlib
 
 import aot_harness
 import harness
 import pytest
+import run_files
 
 from configs import base
 from fp8jax.compiled import aot
@@ -15,6 +18,7 @@ from fp8jax.jobs import dispatch, plan_inference, table
 from fp8jax.models import presets
 from fp8jax.recipe import rules as rules_lib
 
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "2024_nemotron"
 # Nemotron-4 340B (arXiv:2406.11704, table 1), its two matrices of 73,728 as three of 49,152.
 NEMOTRON = dataclasses.replace(
   presets.DEBUG, vocab_size=256_000, hidden_size=18_432, intermediate_size=49_152, num_layers=96,
@@ -67,6 +71,16 @@ def test_340b_in_fp8_fits_on_eight_h100_and_in_bf16_does_not():
   # Blocks of 128 rows are not whole in the 192 rows of keys that each of eight has.
   row = _serving().row("fp8_block", _rules("fp8_block"), 8)
   assert row.batch == 0 and "layers/attn/k, output GK: 1536 over 8 devices is 192" in row.problem
+
+
+def test_the_tables_of_its_page_are_those_of_the_arithmetic():
+  script = run_files.script(PAGE / "plan.py")
+  kept = json.loads((PAGE / "results.json").read_text())["results"]
+  assert script.tables(kept) in (PAGE / "README.md").read_text()
+  for gpu in script.GPUS:
+    for name in base.get_config().plan_inference.formats:
+      row = _serving(gpu).row(name, _rules(name), 8)
+      assert dataclasses.asdict(row) == kept["rows"][gpu][name], (gpu, name)
 
 
 # 18,432 x 2,304, a matrix of queries on one of eight; bytes of its scales.
