@@ -149,11 +149,11 @@ class Serving:
       return (held.read + rows * of_sequence) / self.gpu.bandwidth, rows * held.seconds
 
     of_bytes, of_flops = seconds(batch)
-    bounds = [rows / max(seconds(rows)) if batch else 0.0 for rows in (1, batch)]
+    alone, together = (rows / max(seconds(rows)) if batch else 0.0 for rows in (1, batch))
     fewest = next((n for n in _POWERS if self._fits(rules, n)), None)
     return Row(
       name, held.linear[0] / held.linear[1], held.weights, held.scales, held.cache, of_sequence,
-      batch, *bounds, "bytes" if of_bytes >= of_flops else "FLOPs", fewest, problem,
+      batch, alone, together, "bytes" if of_bytes >= of_flops else "FLOPs", fewest, problem,
     )  # fmt: skip
 
   def _fits(self, rules, num: int) -> bool:
