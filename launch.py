@@ -91,7 +91,7 @@ OUT = flags.DEFINE_string(
   "out", "", "--job=export, calibrate, prepare, sensitivity: what to write instead of WORKDIR/..."
 )
 TOPOLOGY = flags.DEFINE_string(
-  "topology", "", "--job=memory: GPUs to compile for, which need not be here, e.g. h200:8."
+  "topology", "", "--job=memory, plan_inference: GPUs that need not be here, e.g. h200:8."
 )
 BASELINE = flags.DEFINE_string(
   "baseline", "bf16", "--job=compare RUN...: the arm that the others are compared with."

@@ -74,6 +74,10 @@ class Layout:
       return 1
     return math.prod(self.mesh.shape[a] for a in axes)
 
+  def served(self) -> "Layout":
+    """This layout for generation: a weight lies as its product needs it, and is never gathered."""
+    return dataclasses.replace(self, weights=self.acts)
+
   def manual(self) -> "Layout":
     """This layout as seen from inside a `shard_map` over the whole mesh."""
     return dataclasses.replace(self, is_manual=True)

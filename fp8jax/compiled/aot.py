@@ -40,14 +40,23 @@ def resolve(c: Any, target: str, needs: Needs = TRAINING) -> tuple[train_spec.Tr
   if not target:
     spec = resolve_lib.resolve(c, jax.device_count(), choose.current_device(), needs=needs)
     return spec, jax.devices()
+  name, count = parse(target)
+  devices, device = _devices(name, count), choose.Device("gpu", CAPABILITY[name])
+  make = functools.partial(mesh.make, devices=devices)
+  return resolve_lib.resolve(c, len(devices), device, make, needs), devices
+
+
+def parse(target: str) -> tuple[str, int]:
+  """("h200", 8) of "h200:8".
+
+  Raises:
+    UserError: no such target.
+  """
   name, _, count = target.partition(":")
   if name not in CAPABILITY or not (count or "1").isdigit() or int(count or 1) < 1:
     known = ", ".join(f"{n}:N" for n in CAPABILITY)
     raise UserError(f"--topology={target!r}: expected one of {known}, N being how many")
-  devices = _devices(name, int(count or 1))
-  device = choose.Device("gpu", CAPABILITY[name])
-  make = functools.partial(mesh.make, devices=devices)
-  return resolve_lib.resolve(c, len(devices), device, make, needs), devices
+  return name, int(count or 1)
 
 
 def _devices(name: str, count: int):

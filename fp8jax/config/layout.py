@@ -31,8 +31,9 @@ def read(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigError
     return None
   if math.prod(shape) == 1:
     return axes.Layout(microbatches=c.grad_accum_steps)
-  rules = axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
-  return axes.Layout(make_mesh(shape), *rules, microbatches=c.grad_accum_steps)
+  tables = axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
+  layout = axes.Layout(make_mesh(shape), *tables, microbatches=c.grad_accum_steps)
+  return layout.served() if needs.is_served(c) else layout
 
 
 def _check_sharding(c: Config, problems: ConfigErrors) -> bool:
@@ -62,19 +63,19 @@ def _check_sharding(c: Config, problems: ConfigErrors) -> bool:
   return len(problems.found) == before
 
 
-def microbatch(c: Config, layout: axes.Layout, problems: ConfigErrors) -> int:
+def microbatch(c: Config, layout: axes.Layout, problems: ConfigErrors, needs: Needs) -> int:
   """Sequences of one forward pass, over all devices."""
   shards = layout.size(layout.act_axes("B"))
   if min(c.grad_accum_steps, c.global_batch, c.eval.batch) < 1:
     return 1  # said already
   problems.check(
-    c.global_batch % (c.grad_accum_steps * shards) == 0,
+    c.global_batch % (c.grad_accum_steps * shards) == 0 or "global_batch" not in needs.batches,
     f"global_batch={c.global_batch} must be a multiple of grad_accum_steps x batch shards = "
     f"{c.grad_accum_steps} x {shards}; change grad_accum_steps, or take the nearest batch, "
     f"{_round_to(c.global_batch, c.grad_accum_steps * shards)}",
   )
   problems.check(
-    c.eval.batch % shards == 0,
+    c.eval.batch % shards == 0 or "eval.batch" not in needs.batches,
     f"eval.batch={c.eval.batch} must be a multiple of the {shards} batch shards of the mesh; "
     f"the nearest is {_round_to(c.eval.batch, shards)}",
   )
@@ -85,15 +86,27 @@ def _round_to(n: int, multiple: int) -> int:
   return max(round(n / multiple), 1) * multiple
 
 
-def check(c, model, declaration, recipes, layout: axes.Layout, microbatch, problems):
+def check(c, model, declaration, recipes, layout: axes.Layout, microbatch, problems, needs: Needs):
   """Every split dimension divides, no scale tile straddles devices, rotations divide."""
   problems.extend(precision_checks.frozen_problems(recipes, model, layout))
-  sites = transformer.site_params(model)
-  tokens = microbatch * c.seq_len // layout.size(layout.act_axes("B"))
+  sites, trains = transformer.site_params(model), "global_batch" in needs.batches
+  tokens = microbatch * c.seq_len // (layout.size(layout.act_axes("B")) if trains else 1)
   for phase in recipes.phases:
     problems.extend(find_broken_rotations(sites, model.dims, phase.rules, tokens))
   if layout.mesh is None:
     return
+  rules = [phase.rules for phase in recipes.phases]
+  problems.extend(uneven(declaration, sites, model, rules, layout, tokens if trains else None))
+
+
+def uneven(declaration, sites, model, rules, layout: axes.Layout, tokens: int | None) -> list[str]:
+  """Dimensions that the mesh does not divide; without any, scale tiles that it would cut.
+
+  Args:
+    declaration, sites: parameters, and those that become sites.
+    rules: of every phase.
+    tokens: see `find_misaligned_tiles`.
+  """
   used = {letter for p in params_lib.flatten(declaration).values() for letter in p.letters}
   wrong = {}
   for letter in sorted(used):
@@ -105,14 +118,10 @@ def check(c, model, declaration, recipes, layout: axes.Layout, microbatch, probl
           f"{_WORDS[letter]} = {size} does not divide over {shards} devices (sharding.{kind}."
           f"{letter} = {'+'.join(split)}); change mesh.{split[0]} or that sharding"
         )
-  problems.extend(list(wrong.values()))
-  if not wrong:
-    texts = [
-      problem
-      for phase in recipes.phases
-      for problem in find_misaligned_tiles(sites, model.dims, phase.rules, layout, tokens)
-    ]
-    problems.extend(list(dict.fromkeys(texts)))
+  if wrong:
+    return list(wrong.values())
+  of_rules = (find_misaligned_tiles(sites, model.dims, one, layout, tokens) for one in rules)
+  return list(dict.fromkeys(text for texts in of_rules for text in texts))
 
 
 # --- scale tiles ---------------------------------------------------------------------------------

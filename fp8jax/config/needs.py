@@ -25,6 +25,9 @@ class Needs:
     of_weights: whether weights.hf, where it is set, says what the model is.
     has_own_text: whether that folder's tokenizer replaces data.tokenizer.
     is_on_one_device: whether the job computes on one device, also of a larger machine.
+    is_served: whether it generates: weights are then split as products need them, mesh.tensor, and
+      the axes that split them for storage, mesh.fsdp, split rows alone.
+    batches: keys of the batches that it computes, which the mesh divides.
     has_steps: whether it takes a number of steps: data.epochs counts all conversations.
     has_calibration: whether it reads precision.calibration, which may be yet to be written.
   """
@@ -35,6 +38,8 @@ class Needs:
   of_weights: bool = False
   has_own_text: bool = False
   is_on_one_device: Callable[[Config], bool] = lambda c: False
+  is_served: Callable[[Config], bool] = lambda c: False
+  batches: tuple[str, ...] = ("global_batch", "eval.batch")
   has_steps: bool = False
   has_calibration: bool = False
 

@@ -11,7 +11,7 @@ from fp8jax import keys
 from fp8jax.errors import UserError, key_hint
 from fp8jax.evaluation.settings import Noise, Tasks
 from fp8jax.export.settings import Export
-from fp8jax.generation.settings import Generate
+from fp8jax.generation.settings import Generate, PlanInference
 from fp8jax.keys import Affects, Key
 from fp8jax.models.config import Lora
 from fp8jax.optim.optimizers import OptimizerConfig
@@ -24,7 +24,7 @@ SECTIONS: tuple[Any, ...] = (
   settings.Run, settings.Init, settings.Model, Lora, settings.Precision, settings.Kernels,
   settings.Memory, settings.Data, OptimizerConfig, settings.LossScale, settings.Distill,
   settings.Mesh, settings.Sharding, settings.Weights, settings.Eval, Tasks, settings.Checkpoint,
-  settings.Log, Export, Quantize, Calibrate, Sensitivity, Noise, Prepare, Generate,
+  settings.Log, Export, Quantize, Calibrate, Sensitivity, Noise, Prepare, Generate, PlanInference,
 )  # fmt: skip
 KEYS: dict[str, Key] = {one.name: one for section in SECTIONS for one in section.KEYS}
 

@@ -62,7 +62,7 @@ def resolve(
   data = data_checks.spec(c, model and model.vocab_size, problems, needs)
   steps = chat_checks.steps(c, data, problems) if needs.has_steps else c.steps
   optim = _optim(c, steps, model, problems)
-  microbatch = layout_checks.microbatch(c, layout, problems)
+  microbatch = layout_checks.microbatch(c, layout, problems, needs)
   run = _with_attention(c, run, model, microbatch, device, problems)
   recipes = problems.attempt(lambda: precision_checks.read(c))
   precision_checks.check_smooth(c, model, problems)
@@ -76,7 +76,8 @@ def resolve(
       with_rules = functools.partial(precision_checks.with_first_last_rules, recipes, c, model)
       recipes = problems.attempt(with_rules)
     if chosen and recipes:
-      layout_checks.check(c, model, declaration, recipes, layout, microbatch, problems)
+      of_model = (model, declaration, recipes, layout, microbatch)
+      layout_checks.check(c, *of_model, problems, needs)
   named = groups.names(declaration, model.num_layers) if declaration and model else {}
   problems.extend(checks.group_problems(c, optim, named) + param_stats.problems(c, optim))
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()

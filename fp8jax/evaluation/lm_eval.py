@@ -38,13 +38,14 @@ class FP8JaxLM(TemplateLM):
 
   def __init__(
     self, pretrained: str = "", recipe: str = "bf16", compute_dtype: str = "auto", slots: int = 8,
-    cache_format: str = "compute", max_length: int = 0, generator: api.Generator | None = None,
-    batch_size: Any = None, max_batch_size: Any = None, device: Any = None,
+    cache_format: str = "compute", max_length: int = 0, data: int = 1, tensor: int = 1,
+    generator: api.Generator | None = None, batch_size: Any = None, max_batch_size: Any = None,
+    device: Any = None,
   ):  # fmt: skip
     """
     Args:
       pretrained: Hugging Face folder, or an id that is in the hub's cache.
-      recipe, compute_dtype, slots, cache_format, max_length: see generation.api.load.
+      recipe, compute_dtype, slots, cache_format, max_length, data, tensor: see generation.api.load.
       generator: a loaded model instead of `pretrained`.
       batch_size, max_batch_size, device: lm_eval's, unread: `slots` and JAX decide.
     """
@@ -54,7 +55,7 @@ class FP8JaxLM(TemplateLM):
       raise UserError("name either `pretrained`, a Hugging Face folder, or give a `generator`")
     self.generator = generator or api.load(
       pretrained, recipe=recipe, compute_dtype=compute_dtype, slots=int(slots),
-      cache_format=cache_format, max_length=int(max_length),
+      cache_format=cache_format, max_length=int(max_length), data=int(data), tensor=int(tensor),
     )  # fmt: skip
     self.tokenizer: Tokenizer = self.generator.tokenizer
     self._bos = _bos(self.generator.folder or self.tokenizer.path)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from fp8jax import hub
+from fp8jax import axes, hub, mesh
+from fp8jax.config import layout as layout_checks
+from fp8jax.config import registry
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import ConfigErrors, UserError, read_json
 from fp8jax.generation import batching, weights
@@ -56,8 +58,10 @@ class Generator:
       params: as they are stored.
       sites: of all GEMMs; delayed and static scales with their states.
       cfg: architecture.
-      run: how it computes; one device.
-      slots: sequences that are decoded together.
+      run: how it computes. Its layout says where: rows over the axes of B, heads, features and
+        vocabulary over those of H and G, F and V; weights lie as Layout.served says.
+      slots: sequences that are decoded together, rounded up to a multiple of the devices that rows
+        are split over.
       cache_format: "compute" for run.dtype, "e4m3" or "e4m3_rotated".
       max_length: positions of the cache; 0 takes as many as a call needs. A fixed number makes
         completions independent, to the bit, of the lengths of a call's other prompts.
@@ -84,7 +88,8 @@ class Generator:
     problem = attention_gqa.problem(cfg, run, device, 1, self.max_length, is_isolated=False)
     chosen = choose.attention(problem)
     attention = chosen.backend if isinstance(chosen, choose.Choice) else "xla"
-    run, self._dtype = dataclasses.replace(run, attention=attention), run.dtype
+    run = dataclasses.replace(run, attention=attention, layout=run.layout.served())
+    self._dtype = run.dtype
     options = choose.compiler_options(device)
     self._engine = batching.Engine(cfg, run, slots, cache_format, options)
     self.take(params, sites)
@@ -92,9 +97,9 @@ class Generator:
   def take(self, params, sites):
     """Takes other parameters; programs of the same recipes are not compiled again."""
     self.release()
-    self._engine.weights = (
-      weights.for_inference(params, sites, self._engine.cfg, self._dtype), sites,
-    )  # fmt: skip
+    made = weights.for_inference(params, sites, self._engine.cfg, self._dtype)
+    served = site_lib.tree_map(lambda s: dataclasses.replace(s, layout=s.layout.served()), sites)
+    self._engine.weights = (made, served)
 
   def release(self):
     """Frees the parameters; `take` comes before the next call."""
@@ -248,6 +253,7 @@ class Generator:
 def load(
   folder: str, *, recipe: str = "bf16", compute_dtype: str = "auto", slots: int = 8,
   cache_format: str = COMPUTE, max_length: int = 0, stop_tokens: Sequence[str] = (),
+  data: int = 1, tensor: int = 1,
 ) -> Generator:  # fmt: skip
   """The generator of a Hugging Face folder.
 
@@ -257,9 +263,11 @@ def load(
     compute_dtype: "float32", "bfloat16", or "auto": bfloat16 on GPUs, float32 on the CPU.
     slots, cache_format, max_length: see Generator.
     stop_tokens: names of further end tokens.
+    data, tensor: devices that sequences, and heads, features and vocabulary, are split over.
 
   Raises:
-    UserError, FileNotFoundError: the folder is incomplete or holds another kind of model.
+    UserError, FileNotFoundError: the folder is incomplete or holds another kind of model, or the
+      devices do not divide it: a scale tile of a weight lies on one.
 
   Example:
     generator = load("assets/smollm2-135m", recipe="block_128")
@@ -269,13 +277,18 @@ def load(
   device = choose.current_device()
   cfg = hf_config.read_config(folder)
   dtype = choose.compute_dtype(device) if compute_dtype == "auto" else compute_dtype
-  run = ComputeConfig(jax.numpy.dtype(dtype))
+  problems = ConfigErrors()
+  layout = problems.attempt(lambda: _layout(data, tensor)) or axes.LOCAL
+  run = ComputeConfig(jax.numpy.dtype(dtype), layout=layout)
   rules = (("head", "bf16"), ("layers/.*", recipe))
   declaration = transformer.site_params(cfg)
-  backends = site_tree.Backends(device=device, tokens=slots)
-  sites = site_tree.build_sites(declaration, cfg.dims, rules, backends=backends)
+  of_model = (transformer.params(cfg), declaration, cfg)
+  problems.extend(layout_checks.uneven(*of_model, [rules], layout, None))
+  problems.refuse()
+  backends = site_tree.Backends(device=device, tokens=slots // data)
+  sites = site_tree.build_sites(declaration, cfg.dims, rules, layout, backends=backends)
   kept = weights.multiplied_as_codes(site_tree.recipes_of(sites))
-  params, _ = hf_weights.load_params(folder, cfg, codes_of=kept)
+  params, _ = hf_weights.load_params(folder, cfg, layout, kept)
   tokenizer = Tokenizer(folder)
   if beyond := tokenizer.beyond(cfg.vocab_size):
     raise UserError(*beyond)
@@ -284,6 +297,14 @@ def load(
     end_ids(folder, tokenizer, stop_tokens), slots=slots, cache_format=cache_format,
     max_length=max_length, folder=folder,
   )  # fmt: skip
+
+
+def _layout(data: int, tensor: int) -> axes.Layout:
+  if data * tensor == 1:
+    return axes.LOCAL
+  shape = mesh.resolve({"data": data, "fsdp": 1, "tensor": tensor}, jax.device_count())
+  acts = axes.as_rules(registry.at(registry.base(), "sharding.acts"))
+  return axes.Layout(mesh.make(shape), acts=acts).served()
 
 
 def end_ids(folder: str, tokenizer: Tokenizer, stop_tokens: Sequence[str] = ()) -> list[int]:
@@ -324,10 +345,15 @@ def problems_of(cfg: ModelConfig, run: ComputeConfig) -> list[str]:
       f"model.mixers={cfg.mixers!r}: the KV cache supports one attention mixer per layer; "
       "use 'attention_gqa' and blocks that treat every token by itself"
     )
-  if run.layout.mesh is not None:
+  if run.layout.act_axes("H") != run.layout.act_axes("G"):
     texts.append(
-      f"a mesh of {run.layout.mesh.size} devices: generation runs on one; set mesh.data, mesh.fsdp "
-      "and mesh.tensor to 1"
+      f"sharding.acts.H={run.layout.act_axes('H')} and sharding.acts.G={run.layout.act_axes('G')}: "
+      "the cache of a device holds the keys of its own queries; split both alike"
+    )
+  if jax.process_count() > 1:
+    texts.append(
+      f"{jax.process_count()} processes: prompts are read and completions written by one, and a "
+      "second would need the same ones at the same time; start one process for all of its devices"
     )
   if run.attention_recipe is not None:
     texts.append(

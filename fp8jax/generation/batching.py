@@ -3,7 +3,8 @@
 The programs are few: one decode step for all slots, and one prefill per length bucket, of one
 prompt. A prompt's programs depend on its own length and on the cache's alone, and a row of a GEMM
 or of attention on no other row (recipes with a scale per tensor of activations excepted), so that a
-completion does not depend on the prompts beside it. R is prompts that are prefilled together: 1.
+completion does not depend on the prompts beside it. R is prompts that are prefilled together: one
+on every device that has rows of its own, all in one bucket.
 
 Source: continuous batching is Yu et al. 2022 (Orca, OSDI), its iteration-level scheduling.
 """
@@ -11,7 +12,7 @@ Source: continuous batching is Yu et al. 2022 (Orca, OSDI), its iteration-level 
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -56,6 +57,22 @@ def bucket(length: int, most: int) -> int:
   return max(min(size, most), length)
 
 
+def _next(
+  waiting: collections.deque[Request], free: list[list[int]], length: int
+) -> dict[int, tuple[Request, int]]:
+  """{device: (request, its row)}: the next in a row that share a bucket, one per device.
+
+  Args:
+    free: rows of every device.
+    length: positions per slot.
+  """
+  chosen, size = {}, bucket(len(waiting[0].prompt), length)
+  for shard, rows in enumerate(free):
+    if rows and waiting and bucket(len(waiting[0].prompt), length) == size:
+      chosen[shard] = waiting.popleft(), rows.pop()
+  return chosen
+
+
 class Engine:
   """A model in slots: its weights and its compiled programs.
 
@@ -68,17 +85,22 @@ class Engine:
   ):
     """
     Args:
-      rows: slots.
+      rows: slots; the next multiple of the devices that rows are split over.
       cache_format: of settings.CACHE_FORMATS.
     """
-    self.rows, self.cfg = rows, cfg
+    self._shards = run.layout.size(run.layout.act_axes("B"))
+    self.rows, self.cfg = -(-rows // self._shards) * self._shards, cfg
     self.weights: tuple[Any, ...] = ()
-    self._run, self._format = run, cache_format
 
     def program(function, **options):
       static = functools.partial(function, cfg=cfg, run=run)
       return jax.jit(static, compiler_options=compiler_options, **options)
 
+    self._empty = functools.partial(
+      decode.Slots.empty, cfg, self.rows, format_=cache_format, dtype=run.dtype, layout=run.layout
+    )
+    if run.layout.mesh is not None:  # no device has room for all of it
+      self._empty = jax.jit(self._empty, static_argnames="length")
     self._prefill = program(decode.prefill, static_argnames="method", donate_argnums=2)
     self._decode = program(decode.decode, static_argnames="method", donate_argnums=2)
     self._score = program(decode.score, static_argnames="chunk")
@@ -100,8 +122,9 @@ class Engine:
     """
     drawn, weights = dict(method=method_of(sampling)), self.weights
     numbers = (np.float32(sampling.temperature), np.float32(sampling.top_p))
-    slots = decode.Slots.empty(self.cfg, self.rows, length, self._format, self._run.dtype)
-    waiting, free = collections.deque(requests), list(range(self.rows))
+    slots, own = self._empty(length=length), self.rows // self._shards
+    waiting = collections.deque(requests)
+    free = [list(range(n * own, (n + 1) * own)) for n in range(self._shards)]
     active: dict[int, Request] = {}
 
     def take(row: int, request: Request, token: int):
@@ -109,16 +132,18 @@ class Engine:
       active[row] = request
       if push(request, token):
         del active[row]
-        free.append(row)
+        free[row // own].append(row)
       if token == NO_TOKEN:
         slots = slots.cleared(row)
 
     while waiting or active:
-      while waiting and free:
-        request, row = waiting.popleft(), free.pop()
-        prompt = self._padded(request, row, length)
-        slots, first = self._prefill(*weights, slots, prompt, *numbers, **drawn)
-        take(row, request, int(first[0]))
+      while waiting and any(free):
+        chosen = _next(waiting, free, length)
+        prompts = self._padded(chosen, length)
+        slots, first = self._prefill(*weights, slots, prompts, *numbers, **drawn)
+        first = np.asarray(first)
+        for shard, (request, row) in chosen.items():
+          take(row, request, int(first[shard]))
       if not active:
         continue
       slots = self._decode(*weights, slots, *numbers, **drawn)
@@ -126,15 +151,17 @@ class Engine:
       for row, request in list(active.items()):
         take(row, request, int(tokens[row]))
 
-  def _padded(self, request: Request, row: int, length: int):
-    """The `prompts` of decode.prefill."""
-    tokens_RL = np.zeros((1, bucket(len(request.prompt), length)), np.int32)
-    tokens_RL[0, : len(request.prompt)] = request.prompt
-    one = functools.partial(np.full, 1)
-    return dict(
-      tokens_RL=tokens_RL, lengths_R=one(len(request.prompt), np.int32),
-      rows_R=one(row, np.int32), seeds_R=one(request.seed, np.uint32),
-    )  # fmt: skip
+  def _padded(self, chosen: Mapping[int, tuple[Request, int]], length: int):
+    """The `prompts` of decode.prefill; a device without one computes what no row takes."""
+    longest = max(len(request.prompt) for request, _ in chosen.values())
+    tokens_RL = np.zeros((self._shards, bucket(longest, length)), np.int32)
+    lengths_R, rows_R = np.ones(self._shards, np.int32), np.full(self._shards, self.rows, np.int32)
+    seeds_R = np.zeros(self._shards, np.uint32)
+    for shard, (request, row) in chosen.items():
+      tokens_RL[shard, : len(request.prompt)] = request.prompt
+      lengths_R[shard], rows_R[shard] = len(request.prompt), row
+      seeds_R[shard] = request.seed
+    return dict(tokens_RL=tokens_RL, lengths_R=lengths_R, rows_R=rows_R, seeds_R=seeds_R)
 
   def score(self, sequences: list[tuple[int, ...]]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Of every token after the first: log-probability given those before, whether it is the best.

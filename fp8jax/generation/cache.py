@@ -4,6 +4,9 @@ A cache has B rows (slots) of M positions each: an entry's place is its token's 
 sequence. Entries beyond a row's newest token are never read and are overwritten in time, so that
 rows of any length share one program. R is prompts that are written together.
 
+On a mesh rows lie where the batch B is split and heads where G is: a device attends to its own
+rows and heads, and nothing of the cache travels.
+
 Formats: the compute dtype, or E4M3 with a float32 scale for every head of every token, taken from
 its K channels as they are written (value = data * scale, as everywhere). In "e4m3_rotated" keys are
 rotated before that, and queries with them, so that no score changes: the rounding of channels that
@@ -15,13 +18,17 @@ a scale per token and head needs none and costs 4 / K bytes per element.
 """
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from fp8jax import axes
 from fp8jax.formats import E4M3
 from fp8jax.generation.settings import COMPUTE, ROTATED
 from fp8jax.models.config import ModelConfig
+from fp8jax.ops import collectives
 from fp8jax.ops.attention import attention, cached_attention
 from fp8jax.quantization import hadamard, quantize
 from fp8jax.recipe.attention import whole_head
@@ -67,14 +74,19 @@ class KVCache:
     k: keys, turned by their positions, and by Hadamard's rotation in "e4m3_rotated".
     v: values.
     format: of settings.CACHE_FORMATS.
+    layout: of activations.
   """
 
   k: Entries
   v: Entries
   format: str = dataclasses.field(metadata=dict(static=True))
+  layout: axes.Layout = dataclasses.field(default=axes.LOCAL, metadata=dict(static=True))
 
   @classmethod
-  def zeros(cls, cfg: ModelConfig, rows: int, length: int, format_: str, dtype) -> "KVCache":
+  def zeros(
+    cls, cfg: ModelConfig, rows: int, length: int, format_: str, dtype,
+    layout: axes.Layout = axes.LOCAL,
+  ) -> "KVCache":  # fmt: skip
     """An empty cache of so many rows and positions."""
     shape = (cfg.num_layers, rows, length, cfg.num_kv_heads, cfg.head_dim)
 
@@ -83,29 +95,47 @@ class KVCache:
         return Entries(jnp.zeros(shape, dtype), None)
       return Entries(jnp.zeros(shape, E4M3.dtype), jnp.ones(shape[:-1], jnp.float32))
 
-    return cls(one(), one(), format_)
+    return cls(one(), one(), format_, layout)
 
   def attend(self, q_BLHK, k_BLGK, v_BLGK, positions_BL, implementation):
     """(attention of new tokens to the cache of a layer and themselves, their entries)."""
     del implementation  # no fused kernel reads these formats
-    added = _entries(k_BLGK, v_BLGK, self.format)
-    rows = jnp.arange(q_BLHK.shape[0])[:, None]
-    full = jax.tree.map(lambda past, new: past.at[rows, positions_BL].set(new), self, added)
-    dtype = q_BLHK.dtype
-    q_BLHK = _rotated(q_BLHK, self.format).astype(dtype)
-    mixed = cached_attention(q_BLHK, full.k.value(dtype), full.v.value(dtype), positions_BL)
-    return mixed, added
+    q, kv, positions = map(self.layout.act_spec, ("BLHK", "BLGK", "BL"))
+    in_specs = (self._specs("BMGK"), q, kv, kv, positions)
+    run = collectives.on_mesh(_attend, self.layout, in_specs, (q, self._specs("BLGK")))
+    return run(self, q_BLHK, k_BLGK, v_BLGK, positions_BL)
 
   def write(self, added: "KVCache", rows_R, positions_RL) -> "KVCache":
     """The cache of all layers with entries [N, R, L, G, K] of some rows at their positions.
 
-    A row or position that the cache does not have is dropped.
+    A row or position that the cache does not have is dropped; on a mesh also a row that lies on
+    another device than its entries.
     """
+    over = self.layout.act_axes("B")
 
-    def one(past, new):
-      return past.at[:, rows_R[:, None], positions_RL].set(new, mode="drop")
+    def local(cache, added, rows_R, positions_RL):
+      if over:
+        count = cache.k.data.shape[1]
+        rows_R = rows_R - jax.lax.axis_index(over) * count
+        rows_R = jnp.where(rows_R < 0, count, rows_R)  # would count from the end
 
-    return jax.tree.map(one, self, added)
+      def one(past, new):
+        return past.at[:, rows_R[:, None], positions_RL].set(new, mode="drop")
+
+      return jax.tree.map(one, cache, added)
+
+    rows, positions = map(self.layout.act_spec, ("B", "BL"))
+    whole = self._specs("NBMGK")
+    in_specs = (whole, self._specs("NBLGK"), rows, positions)
+    run = collectives.on_mesh(local, self.layout, in_specs, whole)
+    return run(self, added, rows_R, positions_RL)
+
+  def _specs(self, letters: str) -> "KVCache":
+    return _specs(letters, self.format, self.layout)
+
+  def placed(self) -> "KVCache":
+    """The cache of all layers where it belongs, inside a program."""
+    return jax.tree.map(lambda x: axes.constrain(x, "NBMGK"[: x.ndim], self.layout), self)
 
   @property
   def length(self) -> int:
@@ -122,18 +152,38 @@ class NoPast:
   """
 
   format: str = dataclasses.field(metadata=dict(static=True))
+  layout: axes.Layout = dataclasses.field(default=axes.LOCAL, metadata=dict(static=True))
 
   def attend(self, q_BLHK, k_BLGK, v_BLGK, positions_BL, implementation):
     """(causal attention, entries of the tokens)."""
     del positions_BL
-    mixed = attention(q_BLHK, k_BLGK, v_BLGK, None, implementation)
-    return mixed, _entries(k_BLGK, v_BLGK, self.format)
+    mixed = attention(q_BLHK, k_BLGK, v_BLGK, None, implementation, self.layout)
+    local = functools.partial(_entries, format_=self.format, layout=self.layout)
+    kv, out = self.layout.act_spec("BLGK"), _specs("BLGK", self.format, self.layout)
+    return mixed, collectives.on_mesh(local, self.layout, (kv, kv), out)(k_BLGK, v_BLGK)
 
 
-def _entries(k_BLGK, v_BLGK, format_: str) -> KVCache:
-  return KVCache(
-    Entries.of(_rotated(k_BLGK, format_), format_), Entries.of(v_BLGK, format_), format_
-  )
+def _specs(letters: str, format_: str, layout: axes.Layout) -> KVCache:
+  """PartitionSpecs of entries with these letters."""
+  of_data, of_scale = map(layout.act_spec, (letters, letters[:-1]))
+  one: Any = Entries(of_data, None if format_ == COMPUTE else of_scale)  # type: ignore
+  return KVCache(one, one, format_, layout)
+
+
+def _attend(cache: KVCache, q_BLHK, k_BLGK, v_BLGK, positions_BL):
+  """KVCache.attend of one device's rows and heads."""
+  added = _entries(k_BLGK, v_BLGK, cache.format, cache.layout)
+  rows = jnp.arange(q_BLHK.shape[0])[:, None]
+  full = jax.tree.map(lambda past, new: past.at[rows, positions_BL].set(new), cache, added)
+  dtype = q_BLHK.dtype
+  q_BLHK = _rotated(q_BLHK, cache.format).astype(dtype)
+  mixed = cached_attention(q_BLHK, full.k.value(dtype), full.v.value(dtype), positions_BL)
+  return mixed, added
+
+
+def _entries(k_BLGK, v_BLGK, format_: str, layout: axes.Layout) -> KVCache:
+  k = Entries.of(_rotated(k_BLGK, format_), format_)
+  return KVCache(k, Entries.of(v_BLGK, format_), format_, layout)
 
 
 def _rotated(x, format_: str):

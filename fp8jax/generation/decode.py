@@ -5,16 +5,19 @@ the cache, R is prompts that are prefilled together, P is positions that are sco
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
+from fp8jax import axes
 from fp8jax.generation import cache as cache_lib
 from fp8jax.generation import sampling
 from fp8jax.generation.sampling import Method
 from fp8jax.models import transformer
 from fp8jax.models.attention_gqa import KEY
 from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.ops import collectives
 
 
 @jax.tree_util.register_dataclass
@@ -35,16 +38,31 @@ class Slots:
   seeds_B: jax.Array
 
   @classmethod
-  def empty(cls, cfg: ModelConfig, rows: int, length: int, format_: str, dtype) -> "Slots":
+  def empty(
+    cls, cfg: ModelConfig, rows: int, length: int, format_: str, dtype,
+    layout: axes.Layout = axes.LOCAL,
+  ) -> "Slots":  # fmt: skip
     """So many slots without a sequence."""
     zeros = jnp.zeros(rows, jnp.int32)
-    cache = cache_lib.KVCache.zeros(cfg, rows, length, format_, dtype)
-    return cls(cache, zeros, zeros + 0, zeros.astype(jnp.uint32))
+    cache = cache_lib.KVCache.zeros(cfg, rows, length, format_, dtype, layout)
+    return cls(cache, zeros, zeros + 0, zeros.astype(jnp.uint32)).placed()
 
   def cleared(self, row: int) -> "Slots":
     """These with zeros in a slot: 0 times a NaN that the mask hides would be a NaN for the next."""
-    zeros = jax.tree.map(lambda x: x.at[:, row].set(0), self.cache)
-    return dataclasses.replace(self, cache=zeros, tokens_B=self.tokens_B.at[row].set(0))
+    is_row_B = jnp.arange(len(self.tokens_B)) == row
+
+    def zeros(x):  # by position, which moves nothing on a mesh
+      is_row = is_row_B.reshape(1, -1, *(1,) * (x.ndim - 2))
+      return jnp.where(is_row, jnp.zeros((), x.dtype), x)
+
+    cache, tokens_B = jax.tree.map(zeros, self.cache), jnp.where(is_row_B, 0, self.tokens_B)
+    return dataclasses.replace(self, cache=cache, tokens_B=tokens_B).placed()
+
+  def placed(self) -> "Slots":
+    """These where they belong, inside a program: all but the cache on every device."""
+    whole = lambda x: axes.constrain(x, "S", self.cache.layout)  # noqa: E731
+    vectors = map(whole, (self.tokens_B, self.positions_B, self.seeds_B))
+    return Slots(self.cache.placed(), *vectors)
 
 
 def prefill(
@@ -63,17 +81,18 @@ def prefill(
   )
   positions_RL = jnp.broadcast_to(jnp.arange(tokens_RL.shape[1]), tokens_RL.shape)
   batch = {"tokens_BL": tokens_RL, "positions_BL": positions_RL}
-  past = {KEY: cache_lib.NoPast(slots.cache.format)}
+  past = {KEY: cache_lib.NoPast(slots.cache.format, run.layout)}
   h_RLD, aux = transformer.hidden_and_aux(params, sites, batch, cfg, run, past)
   last_RLD = jnp.take_along_axis(h_RLD, lengths_R[:, None, None] - 1, axis=1)
   logits_RLV = transformer.head_logits(last_RLD, params, sites, cfg)
-  first_R = sampling.sample(logits_RLV[:, 0], seeds_R, lengths_R, temperature, top_p, method)
+  drawn = (seeds_R, lengths_R, temperature, top_p)
+  first_R = _sampled(logits_RLV[:, 0], *drawn, method=method, layout=run.layout)
   return Slots(
     slots.cache.write(aux.states[KEY], rows_R, positions_RL),
     slots.tokens_B.at[rows_R].set(first_R),
     slots.positions_B.at[rows_R].set(lengths_R),
     slots.seeds_B.at[rows_R].set(seeds_R),
-  ), first_R
+  ).placed(), axes.constrain(first_R, "R", run.layout)
 
 
 def decode(
@@ -84,8 +103,9 @@ def decode(
   logits_BV, cache = next_logits(params, sites, slots, cfg, run)
   # An idle slot must not walk out of the cache: rotations and masks are of its positions.
   positions_B = jnp.minimum(slots.positions_B + 1, slots.cache.length - 1)
-  tokens_B = sampling.sample(logits_BV, slots.seeds_B, positions_B, temperature, top_p, method)
-  return Slots(cache, tokens_B, positions_B, slots.seeds_B)
+  drawn = (slots.seeds_B, positions_B, temperature, top_p)
+  tokens_B = _sampled(logits_BV, *drawn, method=method, layout=run.layout)
+  return Slots(cache, tokens_B, positions_B, slots.seeds_B).placed()
 
 
 def next_logits(params, sites, slots: Slots, cfg: ModelConfig, run: ComputeConfig):
@@ -97,6 +117,15 @@ def next_logits(params, sites, slots: Slots, cfg: ModelConfig, run: ComputeConfi
   rows_B = jnp.arange(positions_BL.shape[0])
   cache = slots.cache.write(aux.states[KEY], rows_B, positions_BL)
   return transformer.head_logits(h_BLD, params, sites, cfg)[:, 0], cache
+
+
+def _sampled(logits_BV, *drawn, method: Method, layout: axes.Layout):
+  """sampling.sample: a device has all of the vocabulary of its rows; those that share a row draw
+  the same token."""
+  local = functools.partial(sampling.sample, method=method)
+  rows, whole = layout.act_spec("B"), jax.sharding.PartitionSpec()
+  in_specs = (layout.act_spec("BS"), rows, rows, whole, whole)
+  return collectives.on_mesh(local, layout, in_specs, rows)(logits_BV, *drawn)
 
 
 def score(params, sites, batch, *, chunk: int, cfg: ModelConfig, run: ComputeConfig):

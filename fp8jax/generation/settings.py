@@ -56,7 +56,9 @@ class Sampling:
 # fmt: off
 @section("generate", NOTHING, mapped=True)
 class Generate:
-  """The completions of --job=generate, on one device."""
+  """The completions of --job=generate, on the mesh: prompts over mesh.data and mesh.fsdp, heads,
+  features and vocabulary over mesh.tensor.
+  """
 
   prompts: str = key("", 'File of prompts: JSON lines with "prompt" (text) or "messages" (a chat, '
     "written by the tokenizer's template); any other file has a prompt per line. \"\" reads lines "
@@ -86,6 +88,20 @@ class Generate:
   def sampling(self) -> Sampling:
     """How tokens are drawn."""
     return Sampling(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)})
+
+
+@section("plan_inference", NOTHING, mapped=True)
+class PlanInference:
+  """The table of --job=plan_inference: what the model takes, served on --topology=h100:8, in the
+  configuration's rules and in other formats; sequences have generate.max_length tokens (0: the
+  model's longest) in generate.cache_format.
+  """
+
+  formats: tuple[str, ...] = key(("bf16", "fp8", "fp8_dynamic", "fp8_block", "int8", "w4a16",
+    "w4afp8", "mxfp8_ste", "mxfp4_ste", "nvfp4_ste"), "recipes of the linear layers of all layers, "
+    "a row each; the head stays in the compute dtype")
+  reserve: float = key(0.1, "share of a GPU's memory that is left to activations, workspaces and "
+    "the driver", least=0)
 
 
 # fmt: on

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from fp8jax import axes
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
-from fp8jax.ops import operands, stored_params
+from fp8jax.ops import collectives, operands, stored_params
 from fp8jax.ops.gemm_spec import Role, make_spec
 from fp8jax.ops.site import ScalingInputs, Site
 from fp8jax.quantization.stored_matrix import StoredMatrix
@@ -39,7 +40,8 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
   """The parameters as `transformer.hidden_and_aux` reads them.
 
   Args:
-    params: parameters as they are stored, of one device.
+    params: parameters as they are stored, where the sites' layout has them; the result lies as
+      Layout.served has it.
     sites: of all GEMMs; their delayed and static scales are read here and never change again.
     dtype: compute dtype.
 
@@ -59,7 +61,7 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
   made = {**params, "layers": tuple(layers)}
   source = params["embed" if cfg.tie_embeddings else "head"]
   head = quantized(source, sites["head"], eqn=transformer.head_eqn(cfg), dtype=dtype)
-  made["embed"] = _cast(params["embed"], dtype=dtype)
+  made["embed"] = _cast(params["embed"], dtype=dtype, layout=sites["head"].layout)
   if isinstance(head, StoredMatrix) or not cfg.tie_embeddings:
     made["head"] = head
   return made
@@ -71,9 +73,9 @@ def _stacked(w, site: Site, eqn: str, dtype):
   return jax.lax.map(lambda both: quantized(both[0], both[1], eqn, dtype), (w, site))
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def _cast(w, dtype):
-  return stored_params.compute_copy(w).astype(dtype)
+@functools.partial(jax.jit, static_argnames=("dtype", "layout"))
+def _cast(w, dtype, layout):
+  return axes.constrain(stored_params.compute_copy(w).astype(dtype), "VD", layout)
 
 
 @functools.partial(jax.jit, static_argnames=("eqn", "dtype"))
@@ -93,8 +95,16 @@ def quantized(w, site: Site, eqn: str, dtype):
   spec = make_spec(eqn, x, w, site)
   quant = spec.quant(Role.W_FWD)
   if quant is None:
-    return stored_params.compute_copy(w).astype(dtype)
+    return axes.constrain(stored_params.compute_copy(w).astype(dtype), of_w, site.layout)
   if spec.recipe.fwd.compensates:  # what was clamped is multiplied by the weight itself
-    return stored_params.compute_copy(w)
-  made = operands.operand(spec, Role.W_FWD, w, ScalingInputs.of(site)).value
-  return StoredMatrix(made.data, made.scale, len(spec.letters.contracted), quant, w.shape)
+    return axes.constrain(stored_params.compute_copy(w), of_w, site.layout)
+
+  def local(w, inputs):
+    made = operands.operand(spec, Role.W_FWD, w, inputs).value
+    return made.data, made.scale
+
+  out, place = spec.quantized_spec(Role.W_FWD), jax.sharding.PartitionSpec()
+  in_specs = (operands.weight_specs(spec, w), place)
+  run = collectives.on_mesh(local, site.layout, in_specs, (out.data, out.scale))
+  data, scale = run(w, ScalingInputs.of(site))
+  return StoredMatrix(data, scale, len(spec.letters.contracted), quant, w.shape)

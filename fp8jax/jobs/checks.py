@@ -10,7 +10,7 @@ from fp8jax.evaluation import catalog
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.export import checks as export_checks
 from fp8jax.generation import api
-from fp8jax.generation.settings import Generate
+from fp8jax.generation.settings import Generate, PlanInference
 from fp8jax.phases import policy
 from fp8jax.ptq import methods
 from fp8jax.recipe import rules
@@ -86,6 +86,18 @@ def noise_problems(c: Any) -> list[str]:
       f"noise.recipes: {name!r} has delayed or static scales, which belong to a run; make it the "
       "recipe of the job, --config=FILE:RECIPE, with that run's workdir or precision.calibration",
     )
+  return collected.found
+
+
+def plan_inference_problems(config: Any) -> list[str]:
+  """The problems of a config's plan_inference section, in words."""
+  collected, c = ConfigErrors(), registry.section(config, PlanInference)
+  for name in c.formats:
+    collected.attempt(lambda name=name: rules.recipe_by_name(name), "plan_inference.formats")
+  collected.check(
+    0 <= c.reserve < 1,
+    f"plan_inference.reserve={c.reserve} must be a share of the memory from 0 to below 1",
+  )
   return collected.found
 
 

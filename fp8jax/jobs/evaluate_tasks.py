@@ -146,7 +146,7 @@ def _summary(spec, settings, folder: str, done: list[run_lib.Evaluated]) -> dict
   return {
     "tasks": {one.task.name: one.summary for one in done},
     "settings": {**settings, "seed": spec.of(Tasks).seed, "code_sandbox": tool},
-    "provenance": provenance.provenance(spec.flat, data, spec.seed, 1),
+    "provenance": provenance.provenance(spec.flat, data, spec.seed, spec.num_devices),
   }
 
 

@@ -18,7 +18,7 @@ from fp8jax.config.needs import TRAINING, Needs
 from fp8jax.evaluation.settings import Noise, Tasks
 from fp8jax.export import checks as export_checks
 from fp8jax.export.settings import Export
-from fp8jax.generation.settings import Generate
+from fp8jax.generation.settings import Generate, PlanInference
 from fp8jax.jobs import (
   calibrate,
   checks,
@@ -28,6 +28,7 @@ from fp8jax.jobs import (
   generate,
   memory,
   noise,
+  plan_inference,
   prepare,
   preview,
   quantize,
@@ -73,6 +74,17 @@ def _program(c: Config, needs: Needs, topology: str) -> tuple[Any, ...]:
   return *aot.resolve(config_files.without_files(c), topology, needs), topology
 
 
+def _served(c: Config, needs: Needs, topology: str) -> tuple[Any, ...]:
+  """The model and its rules, of no device; what resolves them for GPUs that need not be here."""
+  name, count = aot.parse(topology)
+  hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})
+  c = config_files.without_files(c)
+  alone = dataclasses.replace(needs, is_on_one_device=_always)
+  spec = resolve_lib.resolve(c, 1, choose.Device("cpu"), needs=alone)
+  c.mesh.data, c.mesh.fsdp, c.mesh.tensor = 1, 1, count
+  return spec, name, count, lambda: aot.resolve(c, topology, needs)
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
   """A job.
@@ -105,14 +117,14 @@ JOBS = {
     evaluate.run,
     Needs(
       (Tasks, Generate), checks.evaluation_problems, of_weights=True, has_calibration=True,
-      is_on_one_device=lambda c: bool(c.eval.tasks),  # as generation
+      is_served=lambda c: bool(c.eval.tasks), batches=("eval.batch",),
     ),
   ),
   "generate": Job(
     generate.run,
     Needs(
       (Generate,), checks.generate_problems, of_weights=True, has_own_text=True,
-      has_calibration=True, is_on_one_device=_always,
+      has_calibration=True, is_served=_always, batches=(),
     ),
   ),
   "export": Job(
@@ -151,6 +163,11 @@ JOBS = {
   ),
   "diagnose": Job(diagnose.run),
   "memory": Job(memory.run, Needs(), _program, "topology", is_for_resolve=True),
+  "plan_inference": Job(
+    plan_inference.run,
+    Needs((Generate, PlanInference), checks.plan_inference_problems, is_served=_always, batches=()),
+    _served, "topology", is_for_resolve=True,
+  ),
   "prepare": Job(prepare.run, Needs((Prepare,)), _documents, "out"),
   "preview": Job(
     lambda *of_text: preview.run(*of_text[:-1]),  # it writes nothing

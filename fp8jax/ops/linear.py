@@ -55,9 +55,8 @@ from fp8jax.ops.operands import Operand
 from fp8jax.ops.prologue import Prologue
 from fp8jax.ops.site import ScalingInputs
 from fp8jax.ops.stored_params import cotangent, gemm_operand, residual_view
-from fp8jax.quantization import hadamard, stored_matrix, tensor_stats
+from fp8jax.quantization import hadamard, tensor_stats
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
-from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.gemm import Recipe
 
 # Name of residuals that are operands, for remat policies (see jax.ad_checkpoint.checkpoint_name).
@@ -287,7 +286,7 @@ def forward(spec: GemmSpec, x, w, inputs: ScalingInputs, wants_amax: bool = Fals
     return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted), amax
 
   of_x = spec.partition_spec(Role.X_FWD, x)
-  specs = (of_x, _weight_specs(w, s.w, layout), _P())
+  specs = (of_x, operands.weight_specs(spec, w), _P())
   return collectives.on_mesh(local, layout, specs, (layout.act_spec(s.y), _P()))(x, w, inputs)
 
 
@@ -307,15 +306,9 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs, x=None):
     return collectives.sum_over(operands.unflatten(dx, a, b, s.x), layout, s.produced)
 
   of_g = spec.partition_spec(Role.G_DGRAD, g)
-  specs = (of_g, _weight_specs(w, s.w, layout), _P())
+  specs = (of_g, operands.weight_specs(spec, w), _P())
   dx = collectives.on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
   return straight.cotangent(spec, Role.X_FWD, x, dx, inputs, spec.x_dtype)
-
-
-def _weight_specs(w, letters: str, layout):
-  """PartitionSpecs of a weight at rest, an array or codes."""
-  whole = layout.weight_spec(letters)
-  return stored_matrix.specs(w, whole) if isinstance(w, StoredMatrix) else whole
 
 
 def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs, w=None):

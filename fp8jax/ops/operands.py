@@ -152,6 +152,17 @@ def unflatten(product, a: Operand, b: Operand, out: str):
   return jnp.transpose(product, [have.index(c) for c in out]) if have != out else product
 
 
+def weight_specs(spec: GemmSpec, w):
+  """PartitionSpecs of a weight at rest: an array, codes, or a matrix that inference multiplies."""
+  whole = spec.layout.weight_spec(spec.letters.w)
+  if not isinstance(w, StoredMatrix):
+    return whole
+  if w.weight_shape is None:
+    return stored_matrix.specs(w, whole)
+  matrix = spec.quantized_spec(Role.W_FWD)
+  return dataclasses.replace(w, data=matrix.data, scale=matrix.scale)
+
+
 def _stored(spec: GemmSpec, role: Role, w: StoredMatrix) -> Operand:
   """A weight that is quantized already, its shards gathered.
 
@@ -168,7 +179,8 @@ def _stored(spec: GemmSpec, role: Role, w: StoredMatrix) -> Operand:
     raise ValueError(
       "a weight in codes cannot be rotated; keep the base in BF16: model.lora.base='bf16'"
     )
-  sizes = dict(zip(letters, w.shape))
+  local = spec.local_sizes()  # what is quantized for inference lies like an activation
+  sizes = dict(zip(letters, w.shape)) if w.weight_shape is None else {c: local[c] for c in letters}
   if not collectives.tiles_fit(sizes, free, contracted, quant, spec.layout):
     raise ValueError(
       f"a shard {w.shape} of a weight in codes holds no whole tiles of {stored_matrix.TILE}; take "

@@ -54,7 +54,7 @@ LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.s
   data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction
   optim.base_width distill.weight eval.tokens eval.every eval.questions checkpoint.every
   log.tensor_stats_every export.fold_smooth_batches
-  prepare.processes generate.max_length"""
+  prepare.processes generate.max_length plan_inference.reserve"""
 ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
@@ -66,7 +66,8 @@ IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_on
   memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos data.workers data.prefetch
   mesh.data mesh.fsdp mesh.tensor sharding.weights sharding.acts"""
 NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "calibrate", "sensitivity",
-               "noise", "prepare", "generate", "precision.verify_fp8_gemms")  # fmt: skip
+               "noise", "prepare", "generate", "plan_inference",
+               "precision.verify_fp8_gemms")  # fmt: skip
 NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only model.lora.rank
   model.lora.alpha model.lora.targets model.lora.base precision.sensitivity precision.schedule
   precision.policy precision.calibration kernels.optimizer memory.gpu_fraction data.chat_template
@@ -179,18 +180,19 @@ def test_a_run_of_before_goes_on_where_its_removed_keys_had_the_values_of_now():
   assert "loss_scale.start was 128.0 at step 7, and is no key now: every run starts" in str(e.value)
 
 
-# The key whose folder says what the model is, whether its tokenizer counts, whether one device
-# computes without and with eval.tasks, has_steps, has_calibration, and the option.
+# The key whose folder says what the model is, whether its tokenizer counts, whether it generates
+# without and with eval.tasks, has_steps, has_calibration, and the option.
 NEEDS = {
   "train": ("init.hf", False, (False, False), True, True, ""),
   "evaluate": ("weights.hf", False, (False, True), False, True, ""),
   "generate": ("weights.hf", True, (True, True), False, True, ""),
   "export": ("weights.hf", False, (False, False), False, False, "out"),
-  "sensitivity": ("weights.hf", False, (True, True), False, True, "out"),
+  "sensitivity": ("weights.hf", False, (False, False), False, True, "out"),
   "noise": ("weights.hf", False, (False, False), False, True, "out"),
   "calibrate": ("weights.hf", False, (False, False), False, False, "out"),
   "diagnose": ("init.hf", False, (False, False), False, False, ""),
   "memory": ("init.hf", False, (False, False), False, False, "topology"),
+  "plan_inference": ("init.hf", False, (True, True), False, False, "topology"),
   "prepare": ("init.hf", False, (False, False), False, False, "out"),
   "preview": ("init.hf", False, (False, False), True, True, ""),
 }
@@ -202,12 +204,13 @@ def test_jobs_read_the_model_and_text_that_the_table_says():
   c.weights.hf, c.data.tokenizer, c.data.eos = "weights", "own", "</s>"
   of_tasks = base.get_config()
   of_tasks.eval.tasks = "tasks.py"
-  for name, (key, has_text, alone, *facts) in NEEDS.items():
+  for name, (key, has_text, served, *facts) in NEEDS.items():
     needs, option = table.JOBS[name].needs, table.JOBS[name].option
     assert needs.folder(c) == {"init.hf": ("", "init.hf"), "weights.hf": ("weights", key)}[key]
     assert needs.folder(of_tasks) == ("", "init.hf"), name
     assert needs.tokenizer(c) == (("", "") if has_text else ("own", "</s>")), name
-    assert tuple(bool(needs.is_on_one_device(x)) for x in (c, of_tasks)) == alone, name
+    assert tuple(bool(needs.is_served(x)) for x in (c, of_tasks)) == served, name
+    assert needs.is_on_one_device(c) == (name == "sensitivity"), name
     assert [needs.has_steps, needs.has_calibration, option] == facts, name
 
 

@@ -192,14 +192,12 @@ def test_an_accuracy_beyond_the_bound_undoes_steps_and_is_asked_again(tmp_path, 
     assert json.loads(text)["settings"]["rules"] == [list(rule) for rule in rules]
 
 
-SIZES = {"mesh.data": 2, "global_batch": 4}
 REFUSED = {
   "no task": ({"eval.tasks": ""}, "eval.tasks='' asks nothing"),
   "no evaluation": ({"eval.every": 0}, "eval.every=0 makes none; set eval.every=100"),
   "no held-out loss": ({"eval.tokens": 0}, "eval.tokens=0 makes none"),
   "no file": ({"eval.tasks": "none.jsonl"}, "metric='accuracy': eval.tasks: none.jsonl does not"),
   "seed": ({"eval.seed": -1}, "eval.seed=-1 must be from 0"),
-  "two devices": (SIZES, "a mesh of 2 devices: generation runs on one"),
   "context": ({"generate.max_length": 99999}, "generate.max_length=99999 must be from 0 to 512"),
   "stop token": ({"generate.stop_tokens": ("<|no|>",)}, "generate.stop_tokens: stop token"),
   "channel": ({"precision.smooth_swiglu": "channel"}, "precision.smooth_swiglu='channel' takes"),

@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 def _config(folder, **changes):
   c = base.get_config("tensor_current")
   c.weights.hf, c.eval.tokens, c.generate.slots = str(folder), 0, 4
-  c.data.tokenizer = str(folder)
+  c.data.tokenizer, c.mesh.fsdp = str(folder), 1
   c.update_from_flattened_dict({f"eval.{k}": v for k, v in changes.items()})
   return c
 

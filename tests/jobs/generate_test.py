@@ -23,6 +23,7 @@ def folder(tmp_path_factory):
 def _config(folder, **changes):
   c = base.get_config("tensor_current")
   c.weights.hf, c.generate.max_new_tokens, c.generate.slots = str(folder), 6, 2
+  c.mesh.fsdp = 1
   c.update_from_flattened_dict({f"generate.{k}": v for k, v in changes.items()})
   return c
 
