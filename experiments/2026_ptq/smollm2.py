@@ -1,8 +1,8 @@
 """SmolLM2-135M quantized after training: served formats to the nearest, methods in four of them.
 
 what:      KL, share of equal most likely tokens, and loss of folders that servers read
-command:   python experiments/2026_ptq/smollm2.py run DIR      (resumes; a file per arm in DIR)
-           python experiments/2026_ptq/smollm2.py table DIR    (results.json, the table of README.md)
+command:   python experiments/2026_ptq/smollm2.py run DIR     (resumes; a file per arm in DIR)
+           python experiments/2026_ptq/smollm2.py table DIR   (results.json, the table of README)
 needs:     assets/smollm2-135m (make run), assets/corpora/brown (experiments/corpora/prepare.py)
 hardware:  two CPU cores, 6 GB; the seconds of an arm stand in the table
 
@@ -39,7 +39,8 @@ from fp8jax.config import resolve  # noqa: E402
 from fp8jax.evaluation import divergence  # noqa: E402
 from fp8jax.export import checks, served_pass  # noqa: E402
 from fp8jax.export import fp8 as fp8_export  # noqa: E402
-from fp8jax.jobs import dispatch, table as jobs_table  # noqa: E402
+from fp8jax.jobs import dispatch  # noqa: E402
+from fp8jax.jobs import table as jobs_table  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
 from fp8jax.models.hf import names  # noqa: E402
 from fp8jax.models.hf import weights as hf_weights  # noqa: E402
@@ -230,7 +231,8 @@ def table(target: pathlib.Path):
     lines.append([
       recipe, methods or "to the nearest", f"{row['bytes'] / 1e6:.0f}", f"{row['seconds']:.0f}",
       _interval(manual.kl, ".4f"), f"{100 * manual.top1:.1f} %", _interval(manual.loss, "+.2f"),
-      _interval(brown.kl, ".4f"), _interval(brown.loss, "+.2f"), f"{manual.floor:.1e}", change, word,
+      _interval(brown.kl, ".4f"), _interval(brown.loss, "+.2f"), f"{manual.floor:.1e}",
+      change, word,
     ])  # fmt: skip
   made = {"rows": rows}
   (HERE / "results.json").write_text(json.dumps(made) + "\n")
