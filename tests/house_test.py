@@ -28,7 +28,7 @@ PACKAGE = ROOT / "fp8jax"
 # other, except that `run` may ask what a compiled program says. "" is the vocabulary: single files.
 FLOORS = (
   ("",), ("recipe",), ("quantization",), ("kernels",), ("ops",), ("models", "optim", "data"),
-  ("phases", "ptq"), ("step",), ("config",), ("compiled",), ("run",), ("generation",),
+  ("phases",), ("step",), ("config",), ("compiled",), ("run",), ("ptq",), ("generation",),
   ("evaluation",), ("report",), ("export", "sensitivity"), ("sweeps",), ("jobs", "integrations"),
 )  # fmt: skip
 # Keys of a configuration: declared in the folder that owns them, read by `config`, so that a
@@ -76,6 +76,7 @@ PLACES = {
       "stored_params",
       "attention",
       "observe",
+      "capture",
       "elementwise",
     )
   ),

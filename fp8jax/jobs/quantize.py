@@ -100,7 +100,8 @@ def _scheme(recipe: Recipe, e: Export) -> schemes.Scheme:
     ValueError: servers have no such product.
   """
   of_section, fwd = checks.scheme(e), recipe.fwd
-  assert of_section is not None and fwd.rhs is not None
+  if of_section is None or fwd.rhs is None:
+    raise ValueError(f"export.format={e.format!r} or recipe {recipe.name!r} has no codes: set both")
   try:
     return served.scheme(fwd.rhs, fwd.lhs, of_section.method)
   except ValueError as error:

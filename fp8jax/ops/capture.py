@@ -65,8 +65,8 @@ def dot(eqn: str, x, w, site: CapturingSite, out_dtype):
     raise ValueError(f"site {spec.name}: a product with batch letters has no one input matrix")
   x = prologue.value(x)
   unquantized = dataclasses.replace(spec, recipe=_PLAIN, x_dtype=jnp.dtype(jnp.float32))
-  x_TK = operands.operand(unquantized, Role.X_FWD, x, ScalingInputs(None, None)).value
-  x = _with_tap(x, site.tap, site.summary(jax.lax.stop_gradient(x_TK)))
+  matrix = operands.operand(unquantized, Role.X_FWD, x, ScalingInputs(None, None)).value
+  x = _with_tap(x, site.tap, site.summary(jax.lax.stop_gradient(matrix)))
   return linear.multiply((spec,), x, (w,), (plain,))[0]
 
 

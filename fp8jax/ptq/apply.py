@@ -1,9 +1,9 @@
-"""What methods do to a model, to a layer, to matrices and to biases, in the order of the work."""
+"""Methods applied: to a model, to a layer, to matrices and to biases, in the order of the work."""
 
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -101,8 +101,7 @@ def _scales(
 
 def current(quant: Quant | None) -> Quant:
   """How a weight is quantized whose scale may come from training: from itself."""
-  assert quant is not None
-  return dataclasses.replace(quant, source=CURRENT)
+  return dataclasses.replace(cast(Quant, quant), source=CURRENT)
 
 
 def to_matrices(

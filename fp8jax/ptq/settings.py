@@ -5,7 +5,7 @@ from fp8jax.keys import NOTHING, key, section
 
 # A table: a key a row, its meaning beside it.
 # fmt: off
-@section("quantize", NOTHING)
+@section("quantize", NOTHING, mapped=True)
 class Quantize:
   """How --job=quantize chooses the codes; precision.rules say in which formats."""
 

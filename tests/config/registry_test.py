@@ -47,7 +47,7 @@ def test_a_name_that_is_no_choice_is_refused_and_every_choice_is_not(name):
 
 # Key by key what its declaration says beside its default (tests/golden/configs.json) and meaning.
 LEAST_1 = """steps global_batch grad_accum_steps seq_len memory.loss_chunk eval.batch
-  checkpoint.keep log.every export.gate_tokens calibrate.batches noise.tokens
+  checkpoint.keep log.every export.gate_tokens quantize.tokens calibrate.batches noise.tokens
   prepare.shard_tokens generate.slots
   generate.num_samples"""
 LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.shuffle_windows
@@ -60,12 +60,12 @@ ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
   weights.hf eval.tasks eval.data_dir eval.train_data eval.compare_with export.input_scales
   export.gate_text export.client_python export.push_to noise.text generate.prompts generate.out
-  optim.moment_format distill.teacher"""
+  optim.moment_format distill.teacher quantize.text"""
 IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only kernels.optimizer
   kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy memory.save_gemm_inputs
   memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos data.workers data.prefetch
   mesh.data mesh.fsdp mesh.tensor sharding.weights sharding.acts"""
-NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "calibrate", "sensitivity",
+NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "calibrate", "sensitivity",
                "noise", "prepare", "generate", "plan_inference",
                "precision.verify_fp8_gemms")  # fmt: skip
 NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only model.lora.rank
@@ -187,6 +187,7 @@ NEEDS = {
   "evaluate": ("weights.hf", False, (False, True), False, True, ""),
   "generate": ("weights.hf", True, (True, True), False, True, ""),
   "export": ("weights.hf", False, (False, False), False, False, "out"),
+  "quantize": ("weights.hf", False, (False, False), False, False, "out"),
   "sensitivity": ("weights.hf", False, (False, False), False, True, "out"),
   "noise": ("weights.hf", False, (False, False), False, True, "out"),
   "calibrate": ("weights.hf", False, (False, False), False, False, "out"),
@@ -210,7 +211,7 @@ def test_jobs_read_the_model_and_text_that_the_table_says():
     assert needs.folder(of_tasks) == ("", "init.hf"), name
     assert needs.tokenizer(c) == (("", "") if has_text else ("own", "</s>")), name
     assert tuple(bool(needs.is_served(x)) for x in (c, of_tasks)) == served, name
-    assert needs.is_on_one_device(c) == (name == "sensitivity"), name
+    assert needs.is_on_one_device(c) == (name in ("quantize", "sensitivity")), name
     assert [needs.has_steps, needs.has_calibration, option] == facts, name
 
 
