@@ -9,8 +9,10 @@ from fp8jax.evaluation import catalog
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation import api
 from fp8jax.generation.settings import Generate
+from fp8jax.ops import switch
 from fp8jax.phases import policy
 from fp8jax.recipe import rules
+from fp8jax.search.settings import Search
 from fp8jax.step.train_spec import TrainSpec
 
 
@@ -55,6 +57,29 @@ def sensitivity_problems(config: Any) -> list[str]:
     f"precision.attention={attention!r}: --job=sensitivity compares linear layers with a forward "
     "pass in BF16, attention included; set precision.attention='wide'",
   )
+  return collected.found
+
+
+def search_problems(config: Any) -> list[str]:
+  """The problems of a config's search section, in words."""
+  collected, c = ConfigErrors(), registry.section(config, Search)
+  for name in c.options:
+    recipe = collected.attempt(lambda name=name: rules.recipe_by_name(name), "search.options")
+    if recipe and (problem := switch.option_problem(recipe)):
+      collected.extend([f"search.options: {problem}"])
+  collected.check(
+    len(set(c.options)) > 1, f"search.options={c.options} must be at least two different recipes"
+  )
+  collected.check(
+    0 < c.target <= 1, f"search.target={c.target} must be a share of BF16's BOPs, above 0 to 1"
+  )
+  collected.check(c.rate > 0, f"search.rate={c.rate} must be above 0")
+  for key in ("policy", "schedule"):
+    collected.check(
+      not config.precision[key],
+      f"precision.{key}={config.precision[key]!r}: --job=search chooses the recipes of every step "
+      f"itself; set precision.{key}=()",
+    )
   return collected.found
 
 

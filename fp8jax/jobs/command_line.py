@@ -14,7 +14,7 @@ from fp8jax.errors import ConfigError, UserError, key_hint, nearest, nearest_key
 
 NAMES = (
   "train", "evaluate", "prepare", "preview", "export", "calibrate", "diagnose", "memory",
-  "generate", "sensitivity", "noise", "report", "compare", "doctor",
+  "generate", "sensitivity", "search", "noise", "report", "compare", "doctor",
 )  # fmt: skip
 # They read the folders of runs.
 OF_FILES = ("report", "compare")
