@@ -1,6 +1,7 @@
 """Refusals of the sections that one job reads, in words."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from fp8jax.config import registry
@@ -51,6 +52,8 @@ def sensitivity_problems(config: Any) -> list[str]:
   collected.check(
     0 <= c.min_fp8 <= 1, f"sensitivity.min_fp8={c.min_fp8} must be a share from 0 to 1; 0 is none"
   )
+  collected.extend(_option_problems("sensitivity.recipes", c.recipes))
+  collected.check(0 < c.bops <= 1, f"sensitivity.bops={c.bops} must be a share above 0, up to 1")
   attention = config.precision.attention
   collected.check(
     attention == "wide",
@@ -60,13 +63,19 @@ def sensitivity_problems(config: Any) -> list[str]:
   return collected.found
 
 
+def _option_problems(key: str, names: Sequence[str]) -> list[str]:
+  collected = ConfigErrors()
+  for name in names:
+    recipe = collected.attempt(lambda name=name: rules.recipe_by_name(name), key)
+    problem = switch.option_problem(recipe) if recipe else ""
+    collected.check(not problem, f"{key}: {problem}")
+  return collected.found
+
+
 def search_problems(config: Any) -> list[str]:
   """The problems of a config's search section, in words."""
   collected, c = ConfigErrors(), registry.section(config, Search)
-  for name in c.options:
-    recipe = collected.attempt(lambda name=name: rules.recipe_by_name(name), "search.options")
-    if recipe and (problem := switch.option_problem(recipe)):
-      collected.extend([f"search.options: {problem}"])
+  collected.extend(_option_problems("search.options", c.options))
   collected.check(
     len(set(c.options)) > 1, f"search.options={c.options} must be at least two different recipes"
   )

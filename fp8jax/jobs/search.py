@@ -1,5 +1,6 @@
 """Formats chosen while a model trains (search/): the trainer's run with other steps, and rules."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -99,8 +100,8 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   space = step_lib.space_of(spec, s)
   if not space.decisions:
     return [
-      "--job=search: precision.rules quantize no forward product of a layer, so nothing is searched; "
-      "give the config an arm, --config=FILE:fp8_dynamic"
+      "--job=search: precision.rules quantize no forward product of a layer, so nothing is "
+      "searched; give the config an arm, --config=FILE:fp8_dynamic"
     ]
   least, most = space.cost_DO.min(1).sum(), space.cost_DO.max(1).sum()
   if not least <= s.target <= most:
@@ -130,11 +131,10 @@ def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
   make_folder(folder, "--workdir")
   provenance.write_json(folder, "search.json", result)
   chosen = result["budgets"][0]
-  rows = [(o.name, str(sum(r == o.name for r in result["chosen"].values()))) for o in space.options]
-  out = console_lib.console(stderr=True)
-  out.print(
-    console_lib.table(f"{chosen['budget']}: {chosen['verdict']}", ("recipe", "sites"), rows)
-  )
+  counts = collections.Counter(result["chosen"].values())
+  rows = [[option.name, str(counts[option.name])] for option in space.options]
+  out, title = console_lib.console(stderr=True), f"{chosen['budget']}: {chosen['verdict']}"
+  out.print(console_lib.table(title, ["recipe", "sites"], rows))
   path = os.path.join(folder, "search.json")
   out.print(f"train with these rules: --config.precision.sensitivity={path}")
   return {"results": path, "rules": chosen["arms"][0]["rules"], "cost": result["cost"],

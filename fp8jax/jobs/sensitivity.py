@@ -9,9 +9,12 @@ from typing import Any
 
 from fp8jax.data import loader
 from fp8jax.errors import UserError, missing_package
+from fp8jax.models.config import EVAL_PRECISIONS
+from fp8jax.recipe import rules as rules_lib
 from fp8jax.records import make_folder
 from fp8jax.run import provenance
 from fp8jax.run.restore import load_trained, output_folder, sites_with_scales
+from fp8jax.search import formats
 from fp8jax.sensitivity import halves, records, results
 from fp8jax.sensitivity.settings import Sensitivity
 from fp8jax.sensitivity.study import Study, places
@@ -62,12 +65,22 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
       "provenance": provenance.provenance(dict(spec.flat), fingerprint, spec.seed, 1),
     }
     provenance.write_json(folder, "sensitivity.json", result)
+  chosen: dict[str, Any] = {}
+  if s.recipes:
+    options = [rules_lib.recipe_by_name(name) for name in (*s.recipes, EVAL_PRECISIONS[1])]
+    own = records.Records(os.path.join(folder, "formats.jsonl"), {**header, "of": s.recipes})
+    of_formats = formats.FormatStudy(options, spec, params, sites, batches, own, say)
+    chosen = formats.choose(of_formats, s.bops, spec.precision.phases[phase].rules)
+    chosen |= {"weights": loaded.where, "provenance": result["provenance"]}
+    provenance.write_json(folder, "formats.json", chosen)
   lines, pictures = results.table(result), _pictures(folder, result)
+  lines += formats.table(chosen) if chosen else []
   print("\n".join(lines), file=sys.stderr)
   return {
     "results": os.path.join(folder, "sensitivity.json"),
     "pictures": pictures,
     "seconds": round(time.time() - started),
+    **({"formats": os.path.join(folder, "formats.json")} if chosen else {}),
     "rules": [{"budget": b["budget"], "rules": b["arms"][0]["rules"]} for b in result["budgets"]],
   }
 

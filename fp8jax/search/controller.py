@@ -128,7 +128,7 @@ def update(rules: Rules, controller: Controller, step, choice_D, quality, cost):
 
   (_, entropy), gradient = jax.value_and_grad(loss, has_aux=True)(controller.logits_DO)
   moves, opt = _adam(rules.rate).update(gradient, controller.opt)
-  moved = Controller(optax.apply_updates(controller.logits_DO, moves), opt, baseline)
+  moved = Controller(controller.logits_DO + moves, opt, baseline)  # pyright: ignore
   at_rest = dataclasses.replace(controller, baseline=baseline)
   is_finite, is_warm = jnp.isfinite(reward), step < rules.delay
 

@@ -7,15 +7,15 @@ from fp8jax.keys import NOTHING, key, section
 # fmt: off
 @section("search", NOTHING, mapped=True)
 class Search:
-  """--job=search: FLIQS (arXiv:2308.03290), formats sampled per linear layer while the model trains,
-  and a policy that learns which to take; on one device. A search remembers these keys.
+  """--job=search: FLIQS (arXiv:2308.03290), formats sampled per linear layer while the model
+  trains, and a policy that learns which to take; on one device. A search remembers these keys.
   """
 
   options: tuple[str, ...] = key(("e2m1_dynamic", "fp8_dynamic", "bf16"),
-    "Recipes to choose from, of fp8jax/recipe/served.py with current scales, or bf16: for the linear "
-    "layers of which precision.rules quantize the forward product, the head excepted.")
-  target: float = key(0.125, "BOPs of these layers' forward products, as a share of those in BF16: "
-    "0.25 in 8 bits, 0.0625 in 4.")
+    "Recipes to choose from, of fp8jax/recipe/served.py with current scales, or bf16: for the "
+    "linear layers of which precision.rules quantize the forward product, the head excepted.")
+  target: float = key(0.125, "BOPs of these layers' forward products, as a share of BF16's: 0.25 "
+    "in 8 bits, 0.0625 in 4.")
   decisions: str = key("layer", 'One option per linear layer ("layer"), per transformer layer '
     '("block") or for all ("single").', choices=("layer", "block", "single"))
   reward: str = key("absolute", 'With quality Q = minus the training loss and c = BOPs / target: '

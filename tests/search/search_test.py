@@ -1,4 +1,4 @@
-"""FLIQS: the policy against REINFORCE in float64, costs by hand and as published, a known optimum."""
+"""FLIQS: the policy against REINFORCE in float64, published costs, a known best assignment."""
 
 import functools
 import itertools
