@@ -103,7 +103,7 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
       "--job=search: precision.rules quantize no forward product of a layer, so nothing is "
       "searched; give the config an arm, --config=FILE:fp8_dynamic"
     ]
-  least, most = space.cost_DO.min(1).sum(), space.cost_DO.max(1).sum()
+  least, most = space.costs.min(1).sum(), space.costs.max(1).sum()
   if not least <= s.target <= most:
     return [f"search.target={s.target} must be from {least:.4g} to {most:.4g} with these options"]
   return []
@@ -141,21 +141,21 @@ def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
           "evaluation": result["evaluation"]}  # fmt: skip
 
 
-def with_choice(spec: TrainSpec, space: Space, choice_D) -> TrainSpec:
+def with_choice(spec: TrainSpec, space: Space, choice) -> TrainSpec:
   """The spec with the rules of a choice."""
   names = rules_lib.all_names(
     [*site_tree.find_sites(transformer.site_params(spec.model))], spec.model.num_layers
   )
   rules = chosen_rules.with_recipes(
-    spec.precision.phases[0].rules, names, space.assigned(choice_D), spec.model.num_layers
+    spec.precision.phases[0].rules, names, space.assigned(choice), spec.model.num_layers
   )
   return dataclasses.replace(spec, precision=Precision((Phase(0, rules),)))
 
 
 def _result(spec: TrainSpec, s: Search, space: Space, controller, params) -> dict[str, Any]:
-  p_DO = np.asarray(jax.nn.softmax(controller.logits_DO), np.float64)
-  choice_D = p_DO.argmax(1)
-  chosen, spent = with_choice(spec, space, choice_D), space.cost(choice_D)
+  probs = np.asarray(jax.nn.softmax(controller.logits), np.float64)
+  choice = probs.argmax(1)
+  chosen, spent = with_choice(spec, space, choice), space.cost(choice)
   recipes = site_tree.recipes_of(spec.sites())
   is_met = spent <= _SLACK * s.target
   total = cost.WIDE**2 * sum(cost.macs_per_token(spec.model)[n] for n in space.decision_of)
@@ -169,10 +169,10 @@ def _result(spec: TrainSpec, s: Search, space: Space, controller, params) -> dic
       "verdict": measured.MET if is_met else measured.MISSED,
       "arms": [{"arm": "most likely", "rules": chosen.precision.phases[0].rules}],
     }],
-    "chosen": space.assigned(choice_D),
+    "chosen": space.assigned(choice),
     "probabilities": {
       name: {o.name: round(float(p), 6) for o, p in zip(space.options, row, strict=True)}
-      for name, row in zip(space.decisions, p_DO, strict=True)
+      for name, row in zip(space.decisions, probs, strict=True)
     },
     "cost": {
       "share": spent, "target": s.target, "bops_per_token": spent * total,

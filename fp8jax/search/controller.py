@@ -7,7 +7,7 @@ entropy makes it decide. Everything is data of the step's program (step.py).
 Source: FLIQS (arXiv:2308.03290). The reward of a step is made of the training loss of its batch, as
 in the authors' code; "absolute" is TuNAS's (arXiv:2008.06120), "soft" and "hard" are MnasNet's.
 
-Letters: D counts decisions, O options.
+Shapes: the policy and costs are [decisions, options], choices [decisions].
 """
 
 import dataclasses
@@ -78,29 +78,29 @@ class Controller:
   """A policy, a part of the state of a search.
 
   Attributes:
-    logits_DO: float32.
+    logits: float32.
     opt: of Adam.
     baseline: float32 scalar, moving mean of rewards; NaN before the first.
   """
 
-  logits_DO: jax.Array
+  logits: jax.Array
   opt: Any
   baseline: jax.Array
 
 
 def init(decisions: int, options: int) -> Controller:
   """A policy that knows nothing."""
-  logits_DO = jnp.full((decisions, options), _START, jnp.float32)
-  return Controller(logits_DO, _adam(0.0).init(logits_DO), jnp.full((), jnp.nan))
+  logits = jnp.full((decisions, options), _START, jnp.float32)
+  return Controller(logits, _adam(0.0).init(logits), jnp.full((), jnp.nan))
 
 
 def sample(rules: Rules, controller: Controller, step, key) -> jax.Array:
-  """int32 [D]: an option per decision for the step after `step` steps."""
-  logits_DO = jnp.where(step < rules.delay, 0.0, controller.logits_DO)
-  return jax.random.categorical(key, logits_DO).astype(jnp.int32)
+  """int32 [decisions]: an option per decision for the step after `step` steps."""
+  logits = jnp.where(step < rules.delay, 0.0, controller.logits)
+  return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
-def update(rules: Rules, controller: Controller, step, choice_D, quality, cost):
+def update(rules: Rules, controller: Controller, step, choice, quality, cost):
   """(the controller after a step, metrics).
 
   The baseline follows rewards from the first step on, the policy from the end of the warm phase.
@@ -108,7 +108,7 @@ def update(rules: Rules, controller: Controller, step, choice_D, quality, cost):
 
   Args:
     step: steps taken before.
-    choice_D: of `sample`.
+    choice: of `sample`.
     quality: higher is better; minus a loss.
     cost: of the sampled formats, as a share of the target.
   """
@@ -120,15 +120,15 @@ def update(rules: Rules, controller: Controller, step, choice_D, quality, cost):
   t = jnp.clip((step - rules.delay) / max(rules.steps - rules.delay, 1), 0.0, 1.0)
   weight = rules.entropy * ENTROPY_SCHEDULES[rules.entropy_schedule](t)
 
-  def loss(logits_DO):
-    log_p_DO = jax.nn.log_softmax(logits_DO)
-    chosen = jnp.take_along_axis(log_p_DO, choice_D[:, None], axis=1).mean()
-    entropy = -jnp.sum(jnp.exp(log_p_DO) * log_p_DO, axis=1).mean()
+  def loss(logits):
+    log_p = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(log_p, choice[:, None], axis=1).mean()
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=1).mean()
     return -advantage * chosen + weight * entropy, entropy
 
-  (_, entropy), gradient = jax.value_and_grad(loss, has_aux=True)(controller.logits_DO)
+  (_, entropy), gradient = jax.value_and_grad(loss, has_aux=True)(controller.logits)
   moves, opt = _adam(rules.rate).update(gradient, controller.opt)
-  moved = Controller(controller.logits_DO + moves, opt, baseline)  # pyright: ignore
+  moved = Controller(controller.logits + moves, opt, baseline)  # pyright: ignore
   at_rest = dataclasses.replace(controller, baseline=baseline)
   is_finite, is_warm = jnp.isfinite(reward), step < rules.delay
 

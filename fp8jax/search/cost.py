@@ -53,6 +53,6 @@ def _path(name: str) -> str:
 
 
 def table(macs: Sequence[float], options: Sequence[Recipe]) -> np.ndarray:
-  """float64 [D, O]: BOPs of D sites in O options, as shares of all of them in BF16."""
+  """float64 [sites, options]: BOPs, as shares of those of all sites in BF16."""
   total = WIDE * WIDE * sum(macs)
   return np.outer(macs, [per_mac(option) for option in options]) / total

@@ -32,11 +32,11 @@ _ALONE = 32
 _RESAMPLES = 2000
 
 
-def knapsack(loss_DO: np.ndarray, cost_DO: np.ndarray, budget: float) -> np.ndarray:
-  """int [D]: one option per site, of the least sum of losses within the budget, exactly.
+def knapsack(losses: np.ndarray, costs: np.ndarray, budget: float) -> np.ndarray:
+  """int [sites]: one option per site, of the least sum of losses within the budget, exactly.
 
   Args:
-    loss_DO, cost_DO: of every option, at least 0.
+    losses, costs: of every option, at least 0.
     budget: of the sum of costs.
 
   Raises:
@@ -44,21 +44,21 @@ def knapsack(loss_DO: np.ndarray, cost_DO: np.ndarray, budget: float) -> np.ndar
   """
   from scipy import optimize  # JAX brings it
 
-  least = cost_DO.min(1).sum()
+  least = costs.min(1).sum()
   if least > budget * (1 + 1e-9):
     raise UserError(f"a budget of {budget:.4g} is below {least:.4g}, the cheapest options' cost")
-  sites, options = loss_DO.shape
+  sites, options = losses.shape
   one_each = np.kron(np.eye(sites), np.ones(options))
   found = optimize.milp(
-    (loss_DO / loss_DO.max()).ravel(),
-    integrality=np.ones(loss_DO.size), bounds=optimize.Bounds(0, 1),
+    (losses / losses.max()).ravel(),
+    integrality=np.ones(losses.size), bounds=optimize.Bounds(0, 1),
     constraints=[
       optimize.LinearConstraint(one_each, 1, 1),
-      optimize.LinearConstraint(cost_DO.ravel()[None] / budget, -np.inf, 1 + 1e-9),
+      optimize.LinearConstraint(costs.ravel()[None] / budget, -np.inf, 1 + 1e-9),
     ],
     options={"mip_rel_gap": 0.0},
   )  # fmt: skip
-  return found.x.reshape(loss_DO.shape).argmax(1)
+  return found.x.reshape(losses.shape).argmax(1)
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> list[float]:
@@ -91,15 +91,15 @@ class FormatStudy(Study):
       self.sites, np.array([on.get(n, (last,))[0] for n in self.space.decisions], np.int32)
     )
 
-  def mixture(self, choice_D: np.ndarray, half: str):
+  def mixture(self, choice: np.ndarray, half: str):
     """`measure` with an option at every site."""
     last = len(self.options) - 1
-    on = {n: (int(c),) for n, c in zip(self.space.decisions, choice_D, strict=True) if c != last}
-    return self.measure(f"options {''.join(str(int(c)) for c in choice_D)}", on, half)
+    on = {n: (int(c),) for n, c in zip(self.space.decisions, choice, strict=True) if c != last}
+    return self.measure(f"options {''.join(str(int(c)) for c in choice)}", on, half)
 
   def scores(self) -> np.ndarray:
-    """float64 [D, O]: estimated KL in nats per token of every option at every site alone."""
-    scores_DO = np.zeros(self.space.cost_DO.shape)
+    """float64 [sites, options]: estimated KL of every site alone, nats per token."""
+    scores = np.zeros(self.space.costs.shape)
     for o, option in enumerate(self.options[:-1]):
       sites = _in(self.sites, option)
       for i in range(len(self._batches[CHOOSE])):
@@ -108,8 +108,8 @@ class FormatStudy(Study):
           functools.partial(self._estimate_one, i, 1, sites),
         )
         for d, name in enumerate(self.space.decisions):
-          scores_DO[d, o] += sum(sums[name][-1])  # of PARTS: both
-    return scores_DO / self.tokens(CHOOSE).sum()
+          scores[d, o] += sum(sums[name][-1])  # of PARTS: both
+    return scores / self.tokens(CHOOSE).sum()
 
   def alone(self, d: int, o: int) -> float:
     """Measured KL of one site in one option, nats per token."""
@@ -136,16 +136,16 @@ def choose(study: FormatStudy, budget: float, base_rules) -> dict[str, Any]:
     base_rules: rules that decide on all other sites.
   """
   space, names = study.space, [o.name for o in study.options]
-  scores_DO = study.scores()
-  order = np.argsort(-scores_DO.max(1), kind="stable")[:_ALONE]
+  scores = study.scores()
+  order = np.argsort(-scores.max(1), kind="stable")[:_ALONE]
   alone = {(d, o): study.alone(d, o) for d in order for o in range(len(names) - 1)}
-  losses = {"gradient scores": scores_DO}
+  losses = {"gradient scores": scores}
   if len(order) == len(space.decisions):
-    measured_DO = np.zeros_like(scores_DO)
+    alone_too = np.zeros_like(scores)
     for (d, o), kl in alone.items():
-      measured_DO[d, o] = max(kl, 0.0)
-    losses["measured alone"] = measured_DO
-  chosen = {arm: knapsack(loss_DO, space.cost_DO, budget) for arm, loss_DO in losses.items()}
+      alone_too[d, o] = max(kl, 0.0)
+    losses["measured alone"] = alone_too
+  chosen = {arm: knapsack(of, space.costs, budget) for arm, of in losses.items()}
   for o, name in enumerate(names):
     chosen[f"all {name}"] = np.full(len(space.decisions), o)
   paths = [*site_tree.find_sites(transformer.site_params(study.spec.model))]
@@ -153,10 +153,10 @@ def choose(study: FormatStudy, budget: float, base_rules) -> dict[str, Any]:
   every = rules_lib.all_names(paths, layers)
   arms = [
     {
-      "arm": arm, "bops": space.cost(choice_D), **study.mixture(choice_D, REPORT).row(),
-      "rules": chosen_rules.with_recipes(base_rules, every, space.assigned(choice_D), layers),
+      "arm": arm, "bops": space.cost(choice), **study.mixture(choice, REPORT).row(),
+      "rules": chosen_rules.with_recipes(base_rules, every, space.assigned(choice), layers),
     }
-    for arm, choice_D in chosen.items()
+    for arm, choice in chosen.items()
   ]  # fmt: skip
   groups = {name: [k for k in alone if k[1] == o] for o, name in enumerate(names[:-1])}
   return {
@@ -168,12 +168,12 @@ def choose(study: FormatStudy, budget: float, base_rules) -> dict[str, Any]:
       "arms": arms,
     }],
     "scores": [
-      {"site": space.decisions[d], "recipe": names[o], "estimated": float(scores_DO[d, o]),
+      {"site": space.decisions[d], "recipe": names[o], "estimated": float(scores[d, o]),
        "measured": alone.get((d, o))}
       for d in range(len(space.decisions)) for o in range(len(names) - 1)
     ],
     "spearman": {
-      name: rank_correlation([scores_DO[k] for k in some], [alone[k] for k in some])
+      name: rank_correlation([scores[k] for k in some], [alone[k] for k in some])
       for name, some in {**groups, "all": [*alone]}.items() if len(some) > 2
     },
     "measured_alone": len(alone),

@@ -1,4 +1,4 @@
-"""What a search decides: which sites share a decision, and what each option of it costs."""
+"""Spaces that are searched: sites that share a decision, options, and the cost of each."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,38 +14,38 @@ from fp8jax.search import cost
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-  """A search space. D counts decisions, O options.
+  """A search space.
 
   Attributes:
     options: recipes.
     decisions: names.
     decision_of: {site of a layer: number of its decision}.
-    cost_DO: float64, BOPs as shares of all the sites in BF16.
+    costs: float64, BOPs as shares of all the sites in BF16.
   """
 
   options: tuple[Recipe, ...]
   decisions: tuple[str, ...]
   decision_of: Mapping[str, int]
-  cost_DO: np.ndarray
+  costs: np.ndarray
 
-  def with_choice(self, sites, choice_D):
+  def with_choice(self, sites, choice):
     """A tree of sites with the options that are chosen for those of this space."""
 
     def one(site):
       numbers = [self.decision_of.get(name, -1) for name in site.layer_names]
       if min(numbers) < 0:
         return None
-      return choice_D[np.array(numbers)] if site.layers else choice_D[numbers[0]]
+      return choice[np.array(numbers)] if site.layers else choice[numbers[0]]
 
     return switch.with_options(sites, self.options, site_lib.tree_map(one, sites))
 
-  def cost(self, choice_D: Sequence[int] | np.ndarray) -> float:
+  def cost(self, choice: Sequence[int] | np.ndarray) -> float:
     """BOPs of a choice, as a share of BF16's."""
-    return float(self.cost_DO[np.arange(len(self.decisions)), np.asarray(choice_D)].sum())
+    return float(self.costs[np.arange(len(self.decisions)), np.asarray(choice)].sum())
 
-  def assigned(self, choice_D: Sequence[int] | np.ndarray) -> dict[str, str]:
+  def assigned(self, choice: Sequence[int] | np.ndarray) -> dict[str, str]:
     """{site of a layer: name of the recipe} of a choice."""
-    return {name: self.options[int(choice_D[d])].name for name, d in self.decision_of.items()}
+    return {name: self.options[int(choice[d])].name for name, d in self.decision_of.items()}
 
 
 def make(macs: Mapping[str, float], options: Sequence[Recipe], decisions: str = "layer") -> Space:
@@ -66,9 +66,9 @@ def make(macs: Mapping[str, float], options: Sequence[Recipe], decisions: str = 
   names = list(dict.fromkeys(map(decision, macs)))
   decision_of = {name: names.index(decision(name)) for name in macs}
   of_sites = cost.table(list(macs.values()), options)
-  cost_DO = np.zeros((len(names), len(options)))
-  np.add.at(cost_DO, list(decision_of.values()), of_sites)
-  return Space(tuple(options), tuple(names), decision_of, cost_DO)
+  costs = np.zeros((len(names), len(options)))
+  np.add.at(costs, list(decision_of.values()), of_sites)
+  return Space(tuple(options), tuple(names), decision_of, costs)
 
 
 def is_searched(site: site_lib.Site) -> bool:

@@ -48,21 +48,19 @@ def make_step(spec: train_spec.TrainSpec, space: space_lib.Space, s: Search) -> 
   the most likely options.
   """
   schedule, rules = schedule_lib.schedule(spec.optim), rules_of(spec, s)
-  cost_DO = jnp.asarray(space.cost_DO / s.target, jnp.float32)
+  costs = jnp.asarray(space.costs / s.target, jnp.float32)
 
   def step(state, controller, batch, sites, *, key):
     key, at = jax.random.wrap_key_data(key), state.step
     own = jax.random.fold_in(jax.random.fold_in(key, at), _SAMPLING)
-    choice_D = controller_lib.sample(rules, controller, at, own)
-    sites = space.with_choice(sites, choice_D)
+    choice = controller_lib.sample(rules, controller, at, own)
+    sites = space.with_choice(sites, choice)
     state, values = train_step.take_step(spec, state, batch, sites, schedule(at), key)
-    spent = jnp.take_along_axis(cost_DO, choice_D[:, None], axis=1).sum()
-    controller, more = controller_lib.update(
-      rules, controller, at, choice_D, -values["loss"], spent
-    )
-    p_DO = jax.nn.softmax(controller.logits_DO)
+    spent = jnp.take_along_axis(costs, choice[:, None], axis=1).sum()
+    controller, more = controller_lib.update(rules, controller, at, choice, -values["loss"], spent)
+    probs = jax.nn.softmax(controller.logits)
     more |= {
-      "search/expected_cost": (p_DO * cost_DO).sum(), "search/likeliest": p_DO.max(-1).mean(),
+      "search/expected_cost": (probs * costs).sum(), "search/likeliest": probs.max(-1).mean(),
     }  # fmt: skip
     return state, controller, values | more
 

@@ -53,7 +53,7 @@ LEAST_1 = """steps global_batch grad_accum_steps seq_len memory.loss_chunk eval.
 LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.shuffle_windows
   data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction
   optim.base_width eval.tokens eval.every eval.questions checkpoint.every log.tensor_stats_every
-  export.fold_smooth_batches
+  export.fold_smooth_batches search.beta search.delay search.entropy
   prepare.processes generate.max_length"""
 ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity
@@ -66,7 +66,7 @@ IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_on
   memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos data.workers data.prefetch
   mesh.data mesh.fsdp mesh.tensor sharding.weights sharding.acts"""
 NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "calibrate", "sensitivity",
-               "noise", "prepare", "generate", "precision.verify_fp8_gemms")  # fmt: skip
+               "search", "noise", "prepare", "generate", "precision.verify_fp8_gemms")  # fmt: skip
 NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only model.lora.rank
   model.lora.alpha model.lora.targets model.lora.base precision.sensitivity precision.schedule
   precision.policy precision.calibration kernels.optimizer memory.gpu_fraction data.chat_template
@@ -186,6 +186,7 @@ NEEDS = {
   "generate": ("weights.hf", True, (True, True), False, True, ""),
   "export": ("weights.hf", False, (False, False), False, False, "out"),
   "sensitivity": ("weights.hf", False, (True, True), False, True, "out"),
+  "search": ("init.hf", False, (True, True), True, False, ""),
   "noise": ("weights.hf", False, (False, False), False, True, "out"),
   "calibrate": ("weights.hf", False, (False, False), False, False, "out"),
   "diagnose": ("init.hf", False, (False, False), False, False, ""),

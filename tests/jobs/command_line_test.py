@@ -49,9 +49,8 @@ COMMAND_LINES = [
   ([DEBUG, "--config.mesh=8"], "flag --config.mesh=8: Failed to parse '8' as a ConfigDict"),
   ([DEBUG, "--job=tarin"],
    "error: --job='tarin' is not one of 'train', 'evaluate', 'prepare', 'preview', 'export', "
-   "'calibrate', 'diagnose', 'memory', 'generate', 'sensitivity', 'noise', 'report', 'compare', "
-   "'doctor'; "
-   "did you mean 'train'?"),
+   "'calibrate', 'diagnose', 'memory', 'generate', 'sensitivity', 'search', 'noise', 'report', "
+   "'compare', 'doctor'; did you mean 'train'?"),
   ([DEBUG, "--jobb=train"], "Unknown command line flag 'jobb'. Did you mean: job ?"),
   (["--config=configs/debgu.py"],
    "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),

@@ -83,7 +83,7 @@ def test_policy_moves_by_reinforce(rng, reward, schedule):
         json.loads(json.dumps(controller_lib.to_json(state))), controller_lib.init(4, 3)
       )
   logits, baseline = _by_numpy(rules, choices, qualities, costs)
-  np.testing.assert_allclose(state.logits_DO, logits, rtol=0, atol=1e-5)
+  np.testing.assert_allclose(state.logits, logits, rtol=0, atol=1e-5)
   assert float(state.baseline) == pytest.approx(baseline, rel=1e-5)
   assert np.abs(logits - 0.5).max() > 0.1
   share = metrics["search/entropy_weight"] / rules.entropy
@@ -110,14 +110,14 @@ DAMAGE = [[0.9, 0.1, 0], [0.05, 0.01, 0], [0.1, 0.05, 0], [1.5, 1.2, 0], [0.4, 0
 def test_search_finds_the_best_of_all_assignments():
   """All 243 are tried: the best one mixes three formats, and leads the second by 0.05."""
   macs, damage = [1.0, 2.0, 4.0, 1.0, 2.0], np.array(DAMAGE)
-  cost_DO = cost.table(macs, [rules_lib.recipe_by_name(n) for n in FORMATS]) / 0.22
+  costs = cost.table(macs, [rules_lib.recipe_by_name(n) for n in FORMATS]) / 0.22
   rules = controller_lib.Rules(4000, 400, 0.02, "absolute", 1.0, 0.2, "cosine")
 
   def step(state, i):
     choice = controller_lib.sample(rules, state, i, jax.random.fold_in(jax.random.key(0), i))
     at = jnp.arange(5), choice
     quality = -jnp.asarray(damage, jnp.float32)[at].sum()
-    spent = jnp.asarray(cost_DO, jnp.float32)[at].sum()
+    spent = jnp.asarray(costs, jnp.float32)[at].sum()
     return controller_lib.update(rules, state, i, choice, quality, spent)
 
   run = jax.jit(lambda state: jax.lax.scan(step, state, jnp.arange(rules.steps)))
@@ -125,11 +125,11 @@ def test_search_finds_the_best_of_all_assignments():
 
   def reward(choice):
     at = np.arange(5), np.array(choice)
-    return -damage[at].sum() - abs(cost_DO[at].sum() - 1)
+    return -damage[at].sum() - abs(costs[at].sum() - 1)
 
   ranked = sorted(itertools.product(range(3), repeat=5), key=reward, reverse=True)
   assert len({*ranked[0]}) == 3 and reward(ranked[0]) > reward(ranked[1]) + 0.05
-  assert np.argmax(state.logits_DO, 1).tolist() == [*ranked[0]]
+  assert np.argmax(state.logits, 1).tolist() == [*ranked[0]]
   assert metrics["search/entropy"][-1] < 0.1
 
 

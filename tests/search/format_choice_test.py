@@ -22,16 +22,16 @@ FORMATS = ("e2m1_dynamic", "fp8_dynamic", "bf16")
 def test_knapsack_is_the_best_of_all_assignments(seed):
   rng = np.random.default_rng(seed)
   recipes = [rules_lib.recipe_by_name(name) for name in FORMATS]
-  cost_DO = cost.table(rng.integers(1, 9, 7).tolist(), recipes)
-  loss_DO = 1e-3 * np.exp(2 * rng.standard_normal((7, 3))) * [1, 0.1, 0]
+  costs = cost.table(rng.integers(1, 9, 7).tolist(), recipes)
+  losses = 1e-3 * np.exp(2 * rng.standard_normal((7, 3))) * [1, 0.1, 0]
   rows = np.arange(7)
   for budget in (0.0625, 0.1, 0.25, 0.6):
     every = [c for c in itertools.product(range(3), repeat=7)
-             if cost_DO[rows, list(c)].sum() <= budget * (1 + 1e-9)]  # fmt: skip
-    best = min(every, key=lambda c: loss_DO[rows, list(c)].sum())
-    assert formats.knapsack(loss_DO, cost_DO, budget).tolist() == [*best]
+             if costs[rows, list(c)].sum() <= budget * (1 + 1e-9)]  # fmt: skip
+    best = min(every, key=lambda c: losses[rows, list(c)].sum())
+    assert formats.knapsack(losses, costs, budget).tolist() == [*best]
   with pytest.raises(UserError, match="below 0.0625"):
-    formats.knapsack(loss_DO, cost_DO, 0.06)
+    formats.knapsack(losses, costs, 0.06)
 
 
 def test_rank_correlation_is_spearmans_and_covers_it():
