@@ -91,7 +91,7 @@ class Controller:
 def init(decisions: int, options: int) -> Controller:
   """A policy that knows nothing."""
   logits = jnp.full((decisions, options), _START, jnp.float32)
-  return Controller(logits, _adam(0.0).init(logits), jnp.full((), jnp.nan))
+  return Controller(logits, _adam(0.0).init(logits), jnp.full((), jnp.nan, jnp.float32))
 
 
 def sample(rules: Rules, controller: Controller, step, key) -> jax.Array:

@@ -82,6 +82,7 @@ def test_policy_moves_by_reinforce(rng, reward, schedule):
       state = controller_lib.from_json(
         json.loads(json.dumps(controller_lib.to_json(state))), controller_lib.init(4, 3)
       )
+  assert update._cache_size() == 1
   logits, baseline = _by_numpy(rules, choices, qualities, costs)
   np.testing.assert_allclose(state.logits, logits, rtol=0, atol=1e-5)
   assert float(state.baseline) == pytest.approx(baseline, rel=1e-5)
