@@ -49,7 +49,7 @@ def knapsack(losses: np.ndarray, costs: np.ndarray, budget: float) -> np.ndarray
     raise UserError(f"a budget of {budget:.4g} is below {least:.4g}, the cheapest options' cost")
   sites, options = losses.shape
   one_each = np.kron(np.eye(sites), np.ones(options))
-  found = optimize.milp(
+  solution = optimize.milp(
     (losses / losses.max()).ravel(),
     integrality=np.ones(losses.size), bounds=optimize.Bounds(0, 1),
     constraints=[
@@ -58,7 +58,7 @@ def knapsack(losses: np.ndarray, costs: np.ndarray, budget: float) -> np.ndarray
     ],
     options={"mip_rel_gap": 0.0},
   )  # fmt: skip
-  return found.x.reshape(losses.shape).argmax(1)
+  return solution.x.reshape(losses.shape).argmax(1)
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> list[float]:
