@@ -1,4 +1,4 @@
-"""precision.sensitivity: rules that --job=sensitivity chose, in place of precision.rules."""
+"""precision.sensitivity: rules that a job chose (sensitivity, search), not precision.rules."""
 
 # ruff: noqa: UP013 (a table of types)
 
@@ -18,7 +18,7 @@ from fp8jax.ops import site_tree
 from fp8jax.recipe import rules as rules_lib
 
 # Budgets by the key that sets them.
-BUDGETS = ("max_loss", "min_fp8")
+BUDGETS = ("max_loss", "min_fp8", "bops")
 MET, MISSED, UNDECIDED = VERDICTS = ("met", "missed", "no verdict")
 
 

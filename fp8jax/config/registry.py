@@ -17,6 +17,7 @@ from fp8jax.models.config import Lora
 from fp8jax.optim.optimizers import OptimizerConfig
 from fp8jax.ptq.settings import Quantize
 from fp8jax.run.settings import Calibrate, Prepare
+from fp8jax.search.settings import Search
 from fp8jax.sensitivity.settings import Sensitivity
 from fp8jax.step import settings
 
@@ -24,7 +25,8 @@ SECTIONS: tuple[Any, ...] = (
   settings.Run, settings.Init, settings.Model, Lora, settings.Precision, settings.Kernels,
   settings.Memory, settings.Data, OptimizerConfig, settings.LossScale, settings.Distill,
   settings.Mesh, settings.Sharding, settings.Weights, settings.Eval, Tasks, settings.Checkpoint,
-  settings.Log, Export, Quantize, Calibrate, Sensitivity, Noise, Prepare, Generate, PlanInference,
+  settings.Log, Export, Quantize, Calibrate, Sensitivity, Search, Noise, Prepare, Generate,
+  PlanInference,
 )  # fmt: skip
 KEYS: dict[str, Key] = {one.name: one for section in SECTIONS for one in section.KEYS}
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from fp8jax.config import registry
@@ -11,9 +12,11 @@ from fp8jax.evaluation.settings import Tasks
 from fp8jax.export import checks as export_checks
 from fp8jax.generation import api
 from fp8jax.generation.settings import Generate, PlanInference
+from fp8jax.ops import switch
 from fp8jax.phases import policy
 from fp8jax.ptq import methods
 from fp8jax.recipe import rules
+from fp8jax.search.settings import Search
 from fp8jax.step.train_spec import TrainSpec
 
 
@@ -66,12 +69,48 @@ def sensitivity_problems(config: Any) -> list[str]:
   collected.check(
     0 <= c.min_fp8 <= 1, f"sensitivity.min_fp8={c.min_fp8} must be a share from 0 to 1; 0 is none"
   )
+  collected.extend(_option_problems("sensitivity.recipes", c.recipes))
+  collected.check(0 < c.bops <= 1, f"sensitivity.bops={c.bops} must be a share above 0, up to 1")
   attention = config.precision.attention
   collected.check(
     attention == "wide",
     f"precision.attention={attention!r}: --job=sensitivity compares linear layers with a forward "
     "pass in BF16, attention included; set precision.attention='wide'",
   )
+  return collected.found
+
+
+def _option_problems(key: str, names: Sequence[str]) -> list[str]:
+  collected = ConfigErrors()
+  for name in names:
+    recipe = collected.attempt(lambda name=name: rules.recipe_by_name(name), key)
+    problem = switch.option_problem(recipe) if recipe else ""
+    collected.check(not problem, f"{key}: {problem}")
+  return collected.found
+
+
+def search_problems(config: Any) -> list[str]:
+  """The problems of a config's search section, in words."""
+  collected, c = ConfigErrors(), registry.section(config, Search)
+  collected.extend(_option_problems("search.options", c.options))
+  collected.check(
+    len(set(c.options)) > 1, f"search.options={c.options} must be at least two different recipes"
+  )
+  collected.check(
+    0 < c.target <= 1, f"search.target={c.target} must be a share of BF16's BOPs, above 0 to 1"
+  )
+  collected.check(c.rate > 0, f"search.rate={c.rate} must be above 0")
+  collected.check(
+    not config.distill.weight,
+    f"distill.weight={config.distill.weight}: --job=search takes the loss of the text for its "
+    "reward; set distill.weight=0",
+  )
+  for key in ("policy", "schedule"):
+    collected.check(
+      not config.precision[key],
+      f"precision.{key}={config.precision[key]!r}: --job=search chooses the recipes of every step "
+      f"itself; set precision.{key}=()",
+    )
   return collected.found
 
 

@@ -156,7 +156,7 @@ def _run(job: str, c, base, workdir: str, **options: str) -> int:
     print(provenance.to_json(result), file=to)
   if message := result.get("not_finite"):
     raise train.NonFinite(message)
-  return 0
+  return result.get("exit_code", 0)
 
 
 def _call(

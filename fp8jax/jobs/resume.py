@@ -123,8 +123,9 @@ class Saver:
     return self.checkpoints.restore(to, abstract, self._batches.iterator)
 
   def _take(self, meta: dict[str, Any]):
-    """Goes on with the evaluations and the counts of documents of a checkpoint."""
+    """Goes on with what a checkpoint remembers beside the state."""
     self.evaluations = meta["evaluations"]
+    self._now.recall(meta)
     self._batches.counts.clear()
     if jax.process_index() == 0:  # of all processes together
       self._batches.counts.update(meta["documents"])
@@ -143,6 +144,7 @@ class Saver:
       meta = {
         **self._origin,
         **policy,
+        **self._now.remembered(),
         "remembered": self._remembered(step),
         "weights_dtype": self._weights_dtype,
         "documents": self._batches.counts.summary_everywhere(),

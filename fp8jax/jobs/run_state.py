@@ -1,6 +1,7 @@
 """The state of a run beside its parameters: its recipes, its data, and what is checked."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -118,3 +119,10 @@ class RunState:
   def take_step(self, state: State, batch, is_loud: bool):
     """(state, metrics) after a step on a placed batch."""
     return self._step_fn(state, batch, self.sites[is_loud], *self.policies.rate_scale())
+
+  def remembered(self) -> dict[str, Any]:
+    """More that a checkpoint's `meta` has, for `recall`; a search has its policy there."""
+    return {}
+
+  def recall(self, meta: Mapping[str, Any]):
+    """Goes on as a checkpoint with this `meta`."""

@@ -9,9 +9,12 @@ from typing import Any
 
 from fp8jax.data import loader
 from fp8jax.errors import UserError, missing_package
+from fp8jax.models.config import EVAL_PRECISIONS
+from fp8jax.recipe import rules as rules_lib
 from fp8jax.records import make_folder
 from fp8jax.run import provenance
 from fp8jax.run.restore import load_trained, output_folder, sites_with_scales
+from fp8jax.search import formats
 from fp8jax.sensitivity import halves, records, results
 from fp8jax.sensitivity.settings import Sensitivity
 from fp8jax.sensitivity.study import Study, places
@@ -39,19 +42,17 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
 
   sites = sites_with_scales(spec, phase, states)
   if not places(spec, sites):
-    raise UserError(
-      "precision.rules quantize no forward GEMM, so there is nothing to measure; give the config "
-      "an arm, --config=FILE:block_128"
-    )
+    why = "precision.rules quantize no forward GEMM, so there is nothing to measure"
+    raise UserError(f"{why}; give the config an arm, --config=FILE:block_128")
   batches = halves.read(spec)
   make_folder(folder, "--out")
   fingerprint = loader.fingerprint(spec.data)
   header = records.header(spec, params, sites, fingerprint, states)
   kept = records.Records(os.path.join(folder, "measurements.jsonl"), header)
   study = Study(spec, params, sites, batches, kept, say)
-  result: dict[str, Any] = {}
+  result = {}
   few = tuple(group for group in s.groups if group != "layers")
-  # Parts of the work, each with those before it: results are written after each of them.
+  # Parts of the work, each with those before it: results are written after each.
   for groups, top in (((), 0), (few, 0), (few, s.top), (s.groups, s.top)):
     result = {
       "format": records.FORMAT,
@@ -63,6 +64,14 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
     }
     provenance.write_json(folder, "sensitivity.json", result)
   lines, pictures = results.table(result), _pictures(folder, result)
+  if s.recipes:
+    own = records.Records(os.path.join(folder, "formats.jsonl"), {**header, "of": s.recipes})
+    options = [rules_lib.recipe_by_name(name) for name in (*s.recipes, EVAL_PRECISIONS[1])]
+    of_formats = formats.FormatStudy(options, spec, params, sites, batches, own, say)
+    chosen = formats.choose(of_formats, s.bops, spec.precision.phases[phase].rules)
+    of = {k: result[k] for k in ("weights", "provenance")}
+    provenance.write_json(folder, "formats.json", chosen | of)
+    lines += formats.table(chosen)
   print("\n".join(lines), file=sys.stderr)
   return {
     "results": os.path.join(folder, "sensitivity.json"),

@@ -32,6 +32,7 @@ from fp8jax.jobs import (
   prepare,
   preview,
   quantize,
+  search,
   sensitivity,
   train,
 )
@@ -40,6 +41,7 @@ from fp8jax.models.hf import config as hf_config
 from fp8jax.ptq.settings import Quantize
 from fp8jax.run import machine
 from fp8jax.run.settings import Calibrate, Prepare
+from fp8jax.search.settings import Search
 from fp8jax.sensitivity.settings import Sensitivity
 
 
@@ -149,6 +151,13 @@ JOBS = {
       has_calibration=True, is_on_one_device=_always,  # as its switches
     ),
     option="out",
+  ),
+  "search": Job(
+    search.run,
+    Needs(
+      (Tasks, Generate, Search), checks.search_problems, search.problems_of_spec, has_steps=True,
+      is_on_one_device=_always,  # as its options
+    ),
   ),
   "noise": Job(
     noise.run,

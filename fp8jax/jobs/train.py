@@ -1,5 +1,6 @@
 """Training: the loop around the step."""
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -26,6 +27,7 @@ class NonFinite(RuntimeError):
 def run(
   spec: train_spec.TrainSpec, workdir: str, base: dict[str, Any] | None = None,
   disturb: Callable[[State, Any, int], tuple[State, Any]] | None = None,
+  make_state: Callable[..., run_state.RunState] = run_state.RunState,
 ) -> dict[str, Any]:  # fmt: skip
   """Trains to the configured step, or resumes and does so.
 
@@ -35,6 +37,7 @@ def run(
     base: flat base configuration, to print what differs from it.
     disturb: a fault for drills of precision.policy: (state, host batch, number of the batch) ->
       (state, host batch), called before every step.
+    make_state: of the run beside its parameters; another job's takes other steps.
 
   Returns:
     The summary that is also written to WORKDIR/summary.json; of an interrupted run {"step",
@@ -50,11 +53,12 @@ def run(
     if summary is not None:
       console_lib.console().print(f"{workdir} is finished: step {summary['step']}")
       return summary
-    return _train(spec, workdir, identity.diff(flat, base or {}), fingerprint, disturb)
+    make = functools.partial(make_state, disturb=disturb)
+    return _train(spec, workdir, identity.diff(flat, base or {}), fingerprint, make)
 
 
 def _train(
-  spec: train_spec.TrainSpec, workdir: str, changes: dict[str, Any], fingerprint: str, disturb
+  spec: train_spec.TrainSpec, workdir: str, changes: dict[str, Any], fingerprint: str, make_state
 ) -> dict[str, Any]:
   """As `run`. Args: identity.diff of the configuration and base's, the data's fingerprint."""
   out = console_lib.console()
@@ -72,7 +76,7 @@ def _train(
   batches = batch_sharding.TrainBatches(
     spec.data, spec.run.layout, spec.microbatch, spec.grad_accum_steps
   )
-  now = run_state.RunState(policies, table, batches, out, disturb)
+  now = make_state(policies, table, batches, out)
   contents = tasks.identity | distillation.identity(teacher)
   saver = resume.Saver(spec, workdir, fingerprint, now, reports.clock, contents)
   state, first = saver.begin(out)

@@ -16,27 +16,38 @@ _SLACK = 1e-9
 
 
 def with_bf16(rules: Rules, names: Sequence[str], chosen: Collection[str], layers: int) -> Rules:
-  """The rules with some sites in BF16, and without rules that then decide nothing.
+  """`with_recipes` of some sites in BF16."""
+  recipe_of = dict.fromkeys(filter(chosen.__contains__, names), EVAL_PRECISIONS[1])
+  return with_recipes(rules, names, recipe_of, layers)
+
+
+def with_recipes(
+  rules: Rules, names: Sequence[str], recipe_of: Mapping[str, str], layers: int
+) -> Rules:
+  """The rules with other recipes for some sites, and without rules that then decide nothing.
 
   Args:
     rules: as precision.rules has them.
     names: of all sites, one per layer.
-    chosen: those of them that become BF16.
+    recipe_of: {one of them: name of its recipe}.
     layers: of the model.
   """
-  kinds: dict[str, list[int]] = {}
   new = []
-  for name in filter(chosen.__contains__, names):
-    layer, kind = patterns.of_layer(name)
-    new.append(re.escape(name)) if layer is None else kinds.setdefault(kind, []).append(layer)
-  by_layers: dict[tuple[str, ...], list[str]] = {}
-  for kind, numbers in kinds.items():
-    by_layers.setdefault(tuple(map(str, sorted(numbers))), []).append(kind)
-  for numbers, some in by_layers.items():
-    which = ".*" if len(numbers) == layers else _either(numbers)
-    new.append(f"layers/{which}/{_either(some)}")
-  rules_now = (*((pattern, EVAL_PRECISIONS[1]) for pattern in new), *rules)
-  return tuple(patterns.used(rules_now, names))
+  for recipe in dict.fromkeys(recipe_of.values()):
+    kinds: dict[str, list[int]] = {}
+    for name in (name for name in names if recipe_of.get(name) == recipe):
+      layer, kind = patterns.of_layer(name)
+      if layer is None:
+        new.append((re.escape(name), recipe))
+      else:
+        kinds.setdefault(kind, []).append(layer)
+    by_layers: dict[tuple[str, ...], list[str]] = {}
+    for kind, numbers in kinds.items():
+      by_layers.setdefault(tuple(map(str, sorted(numbers))), []).append(kind)
+    for numbers, some in by_layers.items():
+      which = ".*" if len(numbers) == layers else _either(numbers)
+      new.append((f"layers/{which}/{_either(some)}", recipe))
+  return tuple(patterns.used((*new, *rules), names))
 
 
 def _either(names: Sequence[str]) -> str:

@@ -18,6 +18,11 @@ class Sensitivity:
     "may exceed BF16's; 0: none.")
   min_fp8: float = key(0.9, "Budget of another set: the least share of the sites' forward FLOPs "
     "that is quantized; 0: none.")
+  recipes: tuple[str, ...] = key((), "Recipes to choose from per layer, beside bf16, of "
+    "fp8jax/recipe/served.py with current scales: gradient scores and a knapsack within `bops`, "
+    "beside measured ones; written to formats.json.")
+  bops: float = key(0.125, "Budget of `recipes`: BOPs (bits of weights x bits of inputs, summed "
+    "over multiplications) of the sites, as a share of BF16's.")
   # No keys. Switched on alone and measured, beside all at once: inputs or weights of all sites,
   # kinds (mlp/up of all layers), layers, and so many sites, the most sensitive by estimate.
   groups: tuple[str, ...] = ("tensors", "kinds", "layers")

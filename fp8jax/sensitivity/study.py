@@ -204,14 +204,15 @@ class Study:
       for name, parts in totals.items()
     }
 
-  def _estimate_one(self, i: int, which: int) -> dict[str, Any]:
+  def _estimate_one(self, i: int, which: int, sites=None) -> dict[str, Any]:
     batch = _on_device(self._batches[CHOOSE][i])
     if which:
       batch["targets_BL"] = jnp.asarray(self._reference(CHOOSE)[i][3])
-    tree = self.programs.gradient(self._params, self.sites, batch)[which]
+    sites = self.sites if sites is None else sites
+    tree = self.programs.gradient(self._params, sites, batch)[which]
     self._say(f"gradients of batch {i + 1}, {('text', 'drawn targets')[which]}")
     estimates = {}
-    for site, values in _pairs(self.sites, tree):
+    for site, values in _pairs(sites, tree):
       values = np.asarray(values, np.float64)
       if not np.isfinite(values).all():
         raise UserError(f"site {site.name}: the gradient is not finite; --job=diagnose the weights")
@@ -230,8 +231,7 @@ class Study:
     return Measured(self.tokens(half), *(np.array(row[k]) for k in ("base", "loss", "kl")))
 
   def _measure(self, label: str, on: Mapping[str, Sequence[float]], half: str) -> dict[str, Any]:
-    switched = switch.with_switches(self.sites, switches(self.sites, on))
-    layers = [self._first[name] for name, numbers in on.items() if any(numbers)]
+    switched, layers = self._switched(on), [self._first[name] for name in on]
     start = min((n for n in layers if n is not None), default=self.spec.model.num_layers - 1)
     values_of = {"base": [], "loss": [], "kl": []}
     for batch, (hidden, inputs, base, _) in zip(
@@ -246,6 +246,9 @@ class Study:
     change = 100 * (sum(values_of["loss"]) / sum(values_of["base"]) - 1)
     self._say(f"{label}, {half}: loss {change:+.3f} %")
     return values_of
+
+  def _switched(self, on: Mapping[str, Sequence[float]]):
+    return switch.with_switches(self.sites, switches(self.sites, on))
 
   def _reference(self, half: str) -> list[Any]:
     """Of every batch (hidden, inputs of layers, sums of losses, drawn targets), on the host."""

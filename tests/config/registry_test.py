@@ -53,7 +53,7 @@ LEAST_1 = """steps global_batch grad_accum_steps seq_len memory.loss_chunk eval.
 LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.shuffle_windows
   data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction
   optim.base_width distill.weight eval.tokens eval.every eval.questions checkpoint.every
-  log.tensor_stats_every export.fold_smooth_batches
+  log.tensor_stats_every export.fold_smooth_batches search.beta search.delay search.entropy
   prepare.processes generate.max_length plan_inference.reserve"""
 ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity
@@ -65,8 +65,8 @@ IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_on
   kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy memory.save_gemm_inputs
   memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos data.workers data.prefetch
   mesh.data mesh.fsdp mesh.tensor sharding.weights sharding.acts"""
-NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "calibrate", "sensitivity",
-               "noise", "prepare", "generate", "plan_inference",
+NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "calibrate",
+               "sensitivity", "search", "noise", "prepare", "generate", "plan_inference",
                "precision.verify_fp8_gemms")  # fmt: skip
 NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only model.lora.rank
   model.lora.alpha model.lora.targets model.lora.base precision.sensitivity precision.schedule
@@ -189,6 +189,7 @@ NEEDS = {
   "export": ("weights.hf", False, (False, False), False, False, "out"),
   "quantize": ("weights.hf", False, (False, False), False, False, "out"),
   "sensitivity": ("weights.hf", False, (False, False), False, True, "out"),
+  "search": ("init.hf", False, (False, False), True, False, ""),
   "noise": ("weights.hf", False, (False, False), False, True, "out"),
   "calibrate": ("weights.hf", False, (False, False), False, False, "out"),
   "diagnose": ("init.hf", False, (False, False), False, False, ""),
@@ -211,7 +212,7 @@ def test_jobs_read_the_model_and_text_that_the_table_says():
     assert needs.folder(of_tasks) == ("", "init.hf"), name
     assert needs.tokenizer(c) == (("", "") if has_text else ("own", "</s>")), name
     assert tuple(bool(needs.is_served(x)) for x in (c, of_tasks)) == served, name
-    assert needs.is_on_one_device(c) == (name in ("quantize", "sensitivity")), name
+    assert needs.is_on_one_device(c) == (name in ("quantize", "sensitivity", "search")), name
     assert [needs.has_steps, needs.has_calibration, option] == facts, name
 
 

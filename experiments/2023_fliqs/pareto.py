@@ -1,0 +1,81 @@
+"""The picture and the table of README.md, of the result files alone.
+
+command: python experiments/2023_fliqs/pareto.py [RESULTS] [STEM of the picture]
+"""
+
+import collections
+import json
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+import altair as alt  # noqa: E402
+
+from fp8jax import statistics  # noqa: E402
+from fp8jax.report import charts, page  # noqa: E402
+
+
+def points(folder: pathlib.Path) -> list[tuple]:
+  """(task, method, formats, target, seeds, mean BOPs, statistics.Estimate of the held-out loss).
+
+  Raises:
+    ValueError: results of several commits or lengths: they are no comparison.
+  """
+  results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+  groups = collections.defaultdict(list)
+  for task in {r["arm"]["task"] for r in results}:
+    of = [r for r in results if r["arm"]["task"] == task]
+    kinds = {(r["provenance"]["commit"], r["steps"]) for r in of}
+    if len(kinds) > 1:
+      raise ValueError(
+        f"{task}: results of {sorted(kinds)} are no comparison; name one folder each"
+      )
+  for r in results:
+    a = r["arm"]
+    groups[a["task"], a["method"], a["formats"], a["target"]].append(r)
+  return [
+    (*key, len(of), sum(r["bops"] for r in of) / len(of),
+     statistics.estimate([r["heldout"] for r in of]))
+    for key, of in sorted(groups.items())
+  ]  # fmt: skip
+
+
+def picture(rows: list[tuple], task: str) -> alt.TopLevelMixin:
+  """Held-out loss against BOPs, intervals of seeds where there are several."""
+  of = [r for r in rows if r[0] == task]
+  data = alt.Data(values=[
+    dict(method=r[1], formats=r[2], bops=r[5], mean=r[6].mean,
+         low=r[6].low if r[4] > 1 else r[6].mean, high=r[6].high if r[4] > 1 else r[6].mean)
+    for r in of
+  ])  # fmt: skip
+  x = alt.X("bops:Q", title="BOPs, share of BF16's", scale=alt.Scale(type="log", nice=False))
+  color = alt.Color("formats:N", title=None, scale=alt.Scale(scheme="tableau10"))
+  scale, title = alt.Scale(zero=False), "held-out loss, nats"
+  base = alt.Chart(data).encode(x=x, color=color)
+  rule = base.mark_rule().encode(y=alt.Y("low:Q", title=title, scale=scale), y2="high:Q")
+  mark = base.mark_point(filled=True, size=60).encode(
+    y=alt.Y("mean:Q", title=title, scale=scale), shape=alt.Shape("method:N", title=None),
+    tooltip=["method:N", "formats:N", "bops:Q", "mean:Q"],
+  )  # fmt: skip
+  return alt.layer(rule, mark).properties(title=task, width=360, height=260)
+
+
+def main(folder: str = str(HERE / "results"), stem: str = str(HERE / "pareto")):
+  rows = points(pathlib.Path(folder))
+  print("| task | arm | formats | target | seeds | BOPs | held-out loss |")
+  print("|---|---|---|---|---|---|---|")
+  for task, method, formats, target, seeds, bops, loss in rows:
+    spread = f" [{loss.low:.4f}, {loss.high:.4f}]" if seeds > 1 else ""
+    shown = f"{target:g}" if target else "–"
+    print(f"| {task} | {method} | {formats} | {shown} | {seeds} | {bops:.4f} | "
+          f"{loss.mean:.4f}{spread} |")  # fmt: skip
+  with charts.unchecked():
+    drawn = alt.hconcat(*(picture(rows, task) for task in sorted({r[0] for r in rows})))
+    drawn = drawn.resolve_scale(x="independent", y="independent")
+    page.pictures(stem, charts.spec(charts.themed(drawn), checked=False))
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
