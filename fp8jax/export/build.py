@@ -47,9 +47,9 @@ class Source:
     base: config.json beside the weights; of a run without Hugging Face files its ends, if any.
     phase: of the precision schedule.
     amaxes: {(site, tensor): amax} of delayed and static scales.
-    inputs: {(site, "x"): amax} that a calibration just saw; export.input_scales come before it.
     trained: provenance of the training; {} where there is none.
     changed: configuration keys that training changed.
+    inputs: {(site, "x"): amax} that a calibration just saw; export.input_scales come before it.
   """
 
   params: Any
@@ -60,9 +60,9 @@ class Source:
   base: dict[str, Any] | None = None
   phase: int = 0
   amaxes: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
-  inputs: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
   trained: dict[str, Any] = dataclasses.field(default_factory=dict)
   changed: dict[str, Any] = dataclasses.field(default_factory=dict)
+  inputs: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
 
 
 def of_folder(loaded: Loaded) -> Source:

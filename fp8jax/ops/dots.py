@@ -83,9 +83,8 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
 
 def are_plain(ws, sites: Sequence[Site]) -> bool:
   """Whether no weight has an adapter and no site a product of its own."""
-  return not any(type(site) in _OWN for site in sites) and not any(
-    isinstance(w, Adapted) for w in ws
-  )
+  is_own = any(isinstance(site, tuple(_OWN)) for site in sites)
+  return not is_own and not any(isinstance(w, Adapted) for w in ws)
 
 
 @jax.tree_util.register_dataclass
@@ -143,7 +142,8 @@ def _own_dots(eqns, x, ws, sites, out_dtype):
   """`dots` of sites of which some have products of their own."""
   x, ys = prologue.value(x), []
   for eqn, w, site in zip(eqns, ws, sites, strict=True):
-    ys.append(_OWN.get(type(site), dot)(eqn, x, w, site, out_dtype=out_dtype))
+    multiply = next((own for kind, own in _OWN.items() if isinstance(site, kind)), dot)
+    ys.append(multiply(eqn, x, w, site, out_dtype=out_dtype))
   return tuple(ys)
 
 

@@ -198,7 +198,7 @@ def quantize(
   if quant.rotation:
     x = hadamard.rotate(x, quant.rotation, contraction, signs_key)
   is_second = amax is not None and quant.scale is Scale.E4M3_OVER_F32
-  amax = (None, jnp.reshape(amax, ())) if is_second else (amax, tensor_amax)
+  amax: Any = (None, jnp.reshape(amax, ())) if is_second else (amax, tensor_amax)
   if contraction == 0 and quant.rounding is Rounding.EDEN:  # its blocks lie along the columns
     return _cast(x.T, quant, amax_axes, amax, key, with_values)
   if contraction == 0:
