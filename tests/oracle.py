@@ -40,7 +40,7 @@ def cast(x, fmt: str) -> np.ndarray:
   """Saturating, ties to even, by ml_dtypes or rint; NaN becomes +0 where the format has none."""
   x, (dtype, _, mantissa, *least) = np.asarray(x, np.float32), ROWS[fmt]
   is_integer = np.issubdtype(dtype, np.integer)
-  if fmt in ("e2m1", "e2m3", "e3m2") or is_integer:
+  if fmt in ("e2m1", "e2m3", "e3m2") or "nan=False" in fmt or is_integer:
     x = np.where(np.isnan(x), np.float32(0), x)
   with np.errstate(invalid="ignore"):
     x = np.clip(x, -MAX[fmt], MAX[fmt])
