@@ -16,11 +16,12 @@ from fp8jax import params as params_lib
 from fp8jax.compiled import expected_gemms, fp8_gemms, hlo
 from fp8jax.config import resolve
 from fp8jax.data import batch_sharding, loader
+from fp8jax.export import write
 from fp8jax.jobs import table, train
 from fp8jax.kernels import choose
 from fp8jax.kernels.choose import Device
 from fp8jax.kernels.gemm import api as gemm_api
-from fp8jax.models import lora, presets
+from fp8jax.models import lora, presets, transformer
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import scaled_matrix
 from fp8jax.run import checkpoint
@@ -328,3 +329,20 @@ def weighted_batch(rng, lead=()):
     "segments_BL": np.ones(shape, np.int32),
     "positions_BL": np.broadcast_to(np.arange(ONE_LAYER_LENGTH, dtype=np.int32), shape),
   }
+
+
+# --- a Hugging Face folder -----------------------------------------------------------------------
+
+# Multiples of 128.
+BLOCKS = dict(
+  hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, head_dim=64, num_layers=2
+)
+
+
+def folder_of_blocks(folder):
+  """The folder, with random weights in BF16 whose sizes are BLOCKS."""
+  cfg = dataclasses.replace(presets.DEBUG, **BLOCKS, init_std=0.05)
+  weights = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
+  write.save(str(folder), write.model(weights, cfg, "bfloat16"))
+  (folder / "tokenizer_config.json").write_text("{}")
+  return folder

@@ -50,6 +50,9 @@ class Source:
     trained: provenance of the training; {} where there is none.
     changed: configuration keys that training changed.
     inputs: {(site, "x"): amax} that a calibration just saw; export.input_scales come before it.
+    before: (spec, parameters) of the model before methods changed its weights, with which the gate
+      compares the folder; None: of `params`.
+    whose: whose codes `stored` are, in reports; of a checkpoint those of its training.
   """
 
   params: Any
@@ -63,6 +66,8 @@ class Source:
   trained: dict[str, Any] = dataclasses.field(default_factory=dict)
   changed: dict[str, Any] = dataclasses.field(default_factory=dict)
   inputs: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+  before: tuple[TrainSpec, Any] | None = None
+  whose: str = "training"
 
 
 def of_folder(loaded: Loaded) -> Source:
@@ -70,7 +75,10 @@ def of_folder(loaded: Loaded) -> Source:
   there = hf_weights.Folder(loaded.where["hf"])
   stored = fp8_lib.of_folder(there, names.entries(loaded.spec.model))
   base = hf_config.read_json(there.folder, "config.json")
-  return Source(loaded.params, loaded.where, loaded.dtype, stored, there.folder, base)
+  whose = "folder" if stored else "training"
+  return Source(
+    loaded.params, loaded.where, loaded.dtype, stored, there.folder, base, whose=whose
+  )  # fmt: skip
 
 
 def of_checkpoint(loaded: Loaded, workdir: str) -> Source:
@@ -293,7 +301,8 @@ def _model(
   if fp8 and spec.of(Export).kv_cache:
     scales = serving.kv_scales(params, plain, texts, fp8_lib.METHODS[spec.of(Export).format])
     fp8 = dataclasses.replace(fp8, kv_scales=scales)
-  gate = Gate(plain, texts, params) if adapted is None else Gate(plain, texts, adapted, spec)
+  before = (spec, adapted) if adapted is not None else source.before or (plain, params)
+  gate = Gate(plain, texts, before[1], before[0])
   files = write.model(
     params,
     plain.model,
@@ -332,11 +341,10 @@ def _summary(
 ) -> dict[str, Any]:
   if fp8 is None:
     return {"format": spec.of(Export).format}
-  kept = "codes_of_folder" if spec.weights.hf and source.stored else "codes_of_training"
   return {
     "format": spec.of(Export).format, "strategy": fp8.labels, "scale_fmt": fp8.scale_fmt,
     "fp8_share": fp8.share, "fp8_matrices": len(fp8.matrices),
-    kept: sum(m.is_trained for m in fp8.matrices.values()),
+    f"codes_of_{source.whose}": sum(m.is_trained for m in fp8.matrices.values()),
     "unquantized_matrices": len(fp8.unquantized), "matrices": matrices.FILE,
     "lowest_snr_db": min(r["snr_db"] for r in rows.values()),
   }  # fmt: skip

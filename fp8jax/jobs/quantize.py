@@ -17,7 +17,7 @@ from fp8jax.export import build, checks, served
 from fp8jax.export.fp8 import Stored, site_of
 from fp8jax.export.settings import Export
 from fp8jax.models.hf import names, schemes
-from fp8jax.ops import site_tree
+from fp8jax.ops import site_tree, stored_params
 from fp8jax.ptq import apply, methods
 from fp8jax.ptq import run as ptq_run
 from fp8jax.ptq.settings import Quantize
@@ -71,7 +71,11 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
       loaded.spec, loaded.params, windows, chosen, os.path.join(workdir, "quantize"), said
     )
   stored = codes_by_name(made, e)
-  source = dataclasses.replace(source, params=made.params, stored=stored, inputs=made.inputs)
+  before = (loaded.spec, stored_params.dequantize_tree(loaded.params))
+  source = dataclasses.replace(
+    source, params=made.params, stored=stored, inputs=made.inputs, before=before,
+    whose="calibration",
+  )  # fmt: skip
   result = build.build(made.spec, made.spec, source, target, texts, versions)
   made.discard()
   calibrated = {"methods": list(q.methods), "calibration_tokens": sum(w.size for w in windows)}
@@ -152,13 +156,14 @@ def calibration_windows(spec: TrainSpec) -> list[np.ndarray]:
 
 
 def _of_training(spec: TrainSpec, number: int) -> np.ndarray:
-  """The first windows of the training data that hold no padding."""
+  """The first windows of the training data without padding."""
   batches = batch_sharding.TrainBatches(spec.data, spec.run.layout, spec.microbatch, 1)
   windows: list[np.ndarray] = []
   try:
     for _, batch in zip(range(4 * number), batches.iterator, strict=False):
-      whole = (batch["weights_BL"] > 0).mean(-1) > 0.9
-      windows += [*batch["tokens_BL"][whole]]
+      # Weights are also 0 at the last token of a document, where segments tell them from padding.
+      is_text = batch.get("segments_BL", batch["weights_BL"]) > 0
+      windows += [*batch["tokens_BL"][is_text.all(-1)]]
       if len(windows) >= number:
         break
   finally:

@@ -1,9 +1,9 @@
 """The layers of a model one after the other: moments of their inputs, and what comes out of them.
 
-Calibration text enters once. A layer is computed twice: with its own weights, for the moments of
-the inputs of its linear layers, then with its quantized ones, for the input of the next layer. So
-every layer is quantized for the inputs that it will see (GPTQ, arXiv:2210.17323 §4), and the
-residual stream of the text, not its activations, is what is kept.
+Each layer runs twice on the calibration text: with its own weights, which gives the moments of the
+inputs of its linear layers, then with quantized weights, which gives the input of the next layer.
+So methods see the inputs that the quantized model has (GPTQ, arXiv:2210.17323 §4). Memory holds
+the residual stream of the text and one layer's moments.
 
 Letters: B, L, D as in models; T is a token, K a channel that a linear layer contracts.
 """
@@ -104,7 +104,7 @@ def _moments(spec: TrainSpec, p, sites, x_BLD, batch) -> MomentsOf:
     own = dict(sites)
     for mixer in mixers:
       of_mixer = dict(own[mixer.key])
-      for name, site in first_sites(mixer).items():
+      for name, (site, *_) in sites_by_input(mixer).items():
         tap = taps[mixer.key][name]
         of_mixer[site] = capture.capturing(of_mixer[site], tap, moments_of)
       own[mixer.key] = of_mixer
@@ -122,7 +122,7 @@ def moments_of(x_TK) -> Moments:
 
 def _taps(mixer: Mixer, declared: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Moments]:
   taps = {}
-  for name, site in first_sites(mixer).items():
+  for name, (site, *_) in sites_by_input(mixer).items():
     p = declared[site]
     width = math.prod(dims[c] for c in p.letters[: p.inputs])
     like = jax.eval_shape(moments_of, jax.ShapeDtypeStruct((1, width), jnp.float32))
@@ -130,12 +130,12 @@ def _taps(mixer: Mixer, declared: Mapping[str, Any], dims: Mapping[str, int]) ->
   return taps
 
 
-def first_sites(mixer: Mixer) -> dict[str, str]:
-  """{name of an input: the first GEMM that reads it}."""
-  firsts: dict[str, str] = {}
+def sites_by_input(mixer: Mixer) -> dict[str, list[str]]:
+  """{name of an input: the GEMMs that read it}."""
+  by_input: dict[str, list[str]] = {}
   for site in mixer.sites:
-    firsts.setdefault(site.input, site.name)
-  return firsts
+    by_input.setdefault(site.input, []).append(site.name)
+  return by_input
 
 
 @jax.jit

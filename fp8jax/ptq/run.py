@@ -1,4 +1,4 @@
-"""Quantizes a model after training, layer by layer; a layer is kept as soon as it is done.
+"""Post-training quantization of a model, layer by layer. Each finished layer is written to disk.
 
 The result is two things. Parameters in float32 compute what the model did before, but for the
 rounding of folds and for corrected biases. Codes stand for the matrices of its linear layers. They
@@ -16,7 +16,6 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,7 +24,6 @@ from fp8jax import records
 from fp8jax.errors import writing
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
-from fp8jax.models.mixer import Mixer
 from fp8jax.ops import site_tree, stored_params
 from fp8jax.ptq import apply
 from fp8jax.ptq import layers as layers_lib
@@ -70,15 +68,16 @@ def quantize(
     params: as they are stored; read once.
     windows: tokens [B, L] of the calibration.
     methods: in order; codes go to the nearest without a method that chooses them.
-    folder: where layers are kept until `discard`; a call that begins again goes on after them.
+    folder: holds the finished layers until `discard`. The same call resumes after them.
     said: is told (layers done, of so many, a line) after each.
 
   Raises:
     UserError: a layer's inputs are not finite, or a method cannot; names the site.
   """
   recipes = site_tree.recipes_of(spec.sites())
+  params = stored_params.dequantize_tree(params)
   kept = _Kept(folder, _header(spec, params, windows, methods, recipes))
-  model, params = apply.to_model(spec.model, stored_params.dequantize_tree(params), methods)
+  model, params = apply.to_model(spec.model, params, methods)
   spec = dataclasses.replace(spec, model=model, declaration=transformer.params(model))
   of_layers = [r.fwd for name, r in recipes.items() if name.startswith("layers/")]
   reads = apply.reads_text(methods, of_layers)
@@ -140,7 +139,7 @@ def _layer(
   made = _Layer({key: dict(of) for key, of in own.items()}, {}, {}, {}, {})
   for mixer in transformer.mixers(spec.model):
     inputs = {name: p.inputs or 0 for name, p in mixer.params(spec.model).items()}
-    for name, sites in sites_by_input(mixer).items():
+    for name, sites in layers_lib.sites_by_input(mixer).items():
       of_input: Any = moments[mixer.key][name] if text else None
       ws = {site: layers_lib.matrix(own[mixer.key][site], inputs[site]) for site in sites}
       for site in sites if of_input else ():
@@ -164,14 +163,6 @@ def _products(recipes: Mapping[str, Recipe], layer: int) -> dict[str, Gemm]:
   """{"mlp/up": the forward product} of a layer."""
   places = {name: _place(name) for name in recipes if name.startswith("layers/")}
   return {path: recipes[name].fwd for name, (of, path) in places.items() if of == layer}
-
-
-def sites_by_input(mixer: Mixer) -> dict[str, list[str]]:
-  """{name of an input: the GEMMs that read it}."""
-  by_input: dict[str, list[str]] = {}
-  for site in mixer.sites:
-    by_input.setdefault(site.input, []).append(site.name)
-  return by_input
 
 
 def _alike(recipes: Mapping[str, Recipe], layer: int, key: str, ws) -> dict[Quant, list[str]]:
@@ -215,30 +206,16 @@ def _place(name: str) -> tuple[int, str]:
   return int(layer), path
 
 
-def multiplied(made: Quantized):
-  """The parameters with the numbers of all codes, float32 on the host: to measure a format with."""
-  layers = {key: dict(of) for key, of in made.params["layers"].items()}
-  for name, read in made.codes.items():
-    layer, path = _place(name)
-    key, _, of = path.partition("/")
-    stack = np.array(layers[key][of])
-    stack[layer] = layers_lib.weight(np.asarray(read().dequantize()), stack[layer])
-    layers[key][of] = stack
-  return {**made.params, "layers": layers}
-
-
 # --- layers that are done ------------------------------------------------------------------------
 
 
 def _header(spec: TrainSpec, params, windows, methods, recipes: Mapping[str, Recipe]):
   """Everything that codes depend on."""
-  sums = jax.jit(lambda tree: [jnp.sum(jnp.abs(x.astype(jnp.float32))) for x in tree])
-  leaves = jax.tree.leaves(params)
   digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in windows))
   of_recipes = {name: r.to_dict()["fwd"] for name, r in recipes.items()}
   return {
     "model": spec.model.to_dict(), "text": digest.hexdigest(), "methods": list(map(repr, methods)),
-    "weights": [repr(float(x)) for x in jax.device_get(sums(leaves))], "recipes": of_recipes,
+    "weights": params_lib.digest(params), "recipes": of_recipes,
     "compute": [spec.run.dtype.name, spec.run.attention],
   }  # fmt: skip
 

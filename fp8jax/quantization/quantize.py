@@ -198,13 +198,13 @@ def quantize(
   if quant.rotation:
     x = hadamard.rotate(x, quant.rotation, contraction, signs_key)
   is_second = amax is not None and quant.scale is Scale.E4M3_OVER_F32
-  amax: Any = (None, jnp.reshape(amax, ())) if is_second else (amax, tensor_amax)
+  amaxes: Any = (None, jnp.reshape(jnp.asarray(amax), ())) if is_second else (amax, tensor_amax)
   if contraction == 0 and quant.rounding is Rounding.EDEN:  # its blocks lie along the columns
-    return _cast(x.T, quant, amax_axes, amax, key, with_values)
+    return _cast(x.T, quant, amax_axes, amaxes, key, with_values)
   if contraction == 0:
     flipped = dataclasses.replace(quant, tile=quant.tile[::-1])
-    return _cast(x, flipped, amax_axes[::-1], amax, key, with_values).T
-  return _cast(x, quant, amax_axes, amax, key, with_values)
+    return _cast(x, flipped, amax_axes[::-1], amaxes, key, with_values).T
+  return _cast(x, quant, amax_axes, amaxes, key, with_values)
 
 
 def without_outliers(x, quant: Quant, contraction: int, amax_axes):

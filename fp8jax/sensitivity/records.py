@@ -5,9 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
+from fp8jax import params as params_lib
 from fp8jax import records
 from fp8jax.errors import UserError
 from fp8jax.ops import site_tree
@@ -65,20 +63,12 @@ def header(spec: TrainSpec, params, sites, fingerprint: str, states) -> dict[str
   recipes = {name: recipe.to_dict() for name, recipe in site_tree.recipes_of(sites).items()}
   return {
     "model": spec.model.to_dict(),
-    "weights": _digest(params),
+    "weights": params_lib.digest(params),
     "recipes": hashlib.sha256(repr(sorted(recipes.items())).encode()).hexdigest()[:16],
-    "scales": _digest(states),
+    "scales": params_lib.digest(states),
     "data": fingerprint,
     "windows": [spec.of(Sensitivity).tokens, spec.eval.batch, spec.data.seq_len],
     "compute": [spec.run.dtype.name, spec.kernels.matmul, spec.run.attention,
                 spec.run.smooth_swiglu],
     "seed": spec.seed,
   }  # fmt: skip
-
-
-def _digest(tree) -> str:
-  """Changes with the shapes and with sums of the numbers of a tree."""
-  sums = jax.jit(lambda tree: [jnp.sum(jnp.abs(x.astype(jnp.float32))) for x in tree])
-  leaves = jax.tree.leaves(tree)
-  parts = [(x.shape, str(x.dtype)) for x in leaves], jax.device_get(sums(leaves))
-  return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -1,6 +1,5 @@
 """--job=export in FP8: the gate, the client, what is refused, the model card and the upload."""
 
-import dataclasses
 import json
 import re
 import resource
@@ -22,32 +21,21 @@ from fp8jax.config import resolve
 from fp8jax.data.chat import template
 from fp8jax.errors import UserError
 from fp8jax.evaluation import divergence
-from fp8jax.export import checks, served_pass, write
+from fp8jax.export import checks, served_pass
 from fp8jax.export import folder as export_folder
 from fp8jax.export import fp8 as fp8_export
 from fp8jax.export import gate as export_gate
 from fp8jax.jobs import dispatch, table
 from fp8jax.kernels.choose import Device
-from fp8jax.models import presets, transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import names as hf_names
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.run import calibration, provenance, restore
 
-SIZES = dict(
-  hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, head_dim=64, num_layers=2
-)
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-  """A Hugging Face folder of random weights whose sizes are multiples of 128."""
-  folder = tmp_path_factory.mktemp("source")
-  cfg = dataclasses.replace(presets.DEBUG, **SIZES, init_std=0.05)
-  weights = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
-  write.save(str(folder), write.model(weights, cfg, "bfloat16"))
-  (folder / "tokenizer_config.json").write_text("{}")
-  return folder
+  return harness.folder_of_blocks(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture
@@ -549,7 +537,7 @@ def test_a_checkpoint_is_exported_with_the_codes_of_its_next_step(
     "precision.rules": (("head", "bf16"), ("layers/.*", recipe)),
     "export.format": "compressed-tensors" if strategy else "hf-fp8-block",
     **({"export.strategy": strategy} if strategy else {}),
-    **{f"model.{k}": v for k, v in SIZES.items()},
+    **{f"model.{k}": v for k, v in harness.BLOCKS.items()},
   }  # fmt: skip
   assert export("train", **changes).code == 0
   done = export(**changes)

@@ -1,35 +1,23 @@
 """--job=quantize: from a folder to a folder that is read back, and what it refuses."""
 
-import dataclasses
 import json
 import types
 
+import harness
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from configs import base, debug
-from fp8jax import params as params_lib
-from fp8jax.export import write
 from fp8jax.jobs import dispatch
-from fp8jax.models import presets, transformer
 from fp8jax.models.hf import weights as hf_weights
-
-SIZES = dict(
-  hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, head_dim=64, num_layers=2
-)
+from fp8jax.ptq import apply
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-  """A Hugging Face folder of random weights whose sizes are multiples of 128."""
-  folder = tmp_path_factory.mktemp("source")
-  cfg = dataclasses.replace(presets.DEBUG, **SIZES, init_std=0.05)
-  weights = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
-  write.save(str(folder), write.model(weights, cfg, "bfloat16"))
-  (folder / "tokenizer_config.json").write_text("{}")
-  return folder
+  return harness.folder_of_blocks(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture
@@ -62,6 +50,7 @@ def quantize(source, tmp_path, monkeypatch, capsys):
 def test_a_folder_becomes_a_folder_of_codes_and_of_the_same_function(quantize, source, tmp_path):
   done = quantize(**{"quantize.methods": ("rotate", "gptq")})
   assert not done.code, done.stderr
+  assert done.made["codes_of_calibration"] == 14
   assert done.made["methods"] == ["rotate", "gptq"] and done.made["calibration_tokens"] == 512
   assert 0 < done.made["gate"]["fp8jax"]["kl"] < 0.1
   assert "1/2 layer 0" in done.stderr and "2/2 layer 1" in done.stderr
@@ -85,6 +74,20 @@ def test_a_folder_becomes_a_folder_of_codes_and_of_the_same_function(quantize, s
   # Its codes are not rounded again unless that is asked for.
   again = quantize(out=tmp_path / "again", **{"weights.hf": str(done.target)})
   assert again.code and "holds codes already" in again.stderr
+
+
+def test_a_fold_that_changes_the_model_does_not_pass_the_gate(quantize, monkeypatch):
+  """The folder is compared with the model as it was, not with what methods made of it."""
+  folded = apply.to_model
+
+  def wrong(model, params, chosen):
+    model, params = folded(model, params, chosen)
+    return model, {**params, "norm": 2 * params["norm"]}
+
+  monkeypatch.setattr(apply, "to_model", wrong)
+  done = quantize(recipe="fp8_dynamic", **{"export.max_kl": 0.01})
+  assert done.code == 1 and "the model differs from its source by KL" in done.stderr
+  assert not done.target.exists()
 
 
 REFUSED = {

@@ -81,9 +81,11 @@ def test_an_interrupted_call_goes_on_to_the_same_codes(model, tmp_path):
   (folder / "layer_1.npz").write_bytes(b"PK")
   assert quantized(model, tmp_path / "cut", rules, "gptq", "bias_correction").rows == whole.rows
   quantized(model, tmp_path / "cut", [("layers/.*", "int8")])
-  assert len([*(tmp_path / "cut").iterdir()]) == 2
+  negated = jax.tree.map(lambda x: -x, model[0]), model[1]
+  quantized(negated, tmp_path / "cut", [("layers/.*", "int8")])
+  assert len([*(tmp_path / "cut").iterdir()]) == 3
   again.discard()
-  assert len([*(tmp_path / "cut").iterdir()]) == 1
+  assert len([*(tmp_path / "cut").iterdir()]) == 2
 
 
 def test_to_the_nearest_codes_are_those_of_the_format_and_fused_ones_share_a_scale(model, tmp_path):

@@ -33,7 +33,7 @@ MIXED = "mixed-precision"
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-  """What config.json says of a folder's matrices.
+  """The quantization_config of config.json, written and read.
 
   Attributes:
     method: quant_method.
