@@ -106,6 +106,11 @@ def _scheme(recipe: Recipe, e: Export) -> schemes.Scheme:
   of_section, fwd = checks.scheme(e), recipe.fwd
   if of_section is None or fwd.rhs is None:
     raise ValueError(f"export.format={e.format!r} or recipe {recipe.name!r} has no codes: set both")
+  if of_section.method == schemes.FINE_GRAINED and not of_section.holds(apply.current(fwd.rhs)):
+    raise ValueError(
+      f"export.format={e.format!r} holds {of_section.weight}, and recipe {recipe.name!r} of "
+      f"precision.rules has {fwd.rhs}; set export.format='compressed-tensors', or take 'fp8_block'"
+    )
   try:
     return served.scheme(fwd.rhs, fwd.lhs, of_section.method)
   except ValueError as error:

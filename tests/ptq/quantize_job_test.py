@@ -105,6 +105,9 @@ REFUSED = {
     {"quantize.tokens": 100_000, "quantize.methods": ("gptq",)}, "set quantize.tokens=2304"
   ),
   "nothing to write codes in": ({"export.format": "hf-bf16"}, "holds no codes"),
+  "codes of another container": (
+    {"export.format": "hf-fp8-block"}, "set export.format='compressed-tensors', or take 'fp8_block'"
+  ),
   "a format that no server reads": (
     {"precision.rules": (("layers/.*", "e3m4_30_dynamic"), ("head", "bf16"))}, "take fp8_dynamic"
   ),
