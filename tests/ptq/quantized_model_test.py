@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import numpy_model
 import oracle
 import pytest
 
@@ -40,11 +41,26 @@ def model():
   layers = {key: dict(of) for key, of in params["layers"].items()}
   for name in ("q_bias", "k_bias", "v_bias"):  # zeros at the start
     layers["attn"][name] = rng.standard_normal(layers["attn"][name].shape).astype(np.float32)
+  layers["attn"]["v"] = 3 * layers["attn"]["v"]  # of q, k and v the largest
   for key in ("attn", "mlp"):  # gains that differ, as of a trained model
     shape = layers[key]["norm"].shape
     layers[key]["norm"] = np.exp(rng.standard_normal(shape)).astype(np.float32)
   windows = [rng.integers(0, 264, (3, 32)).astype(np.int32) for _ in range(2)]
   return {**params, "layers": layers}, windows
+
+
+def input_amaxes(cfg, params, windows):
+  """Of the inputs of every linear layer, in order of computation, in float64."""
+  amaxes = []
+
+  def product(x, w):
+    amaxes.append(abs(x).max())
+    return numpy_model.plain(x, w)
+
+  tokens_BL = np.concatenate(windows)
+  positions_BL = np.broadcast_to(np.arange(tokens_BL.shape[1]), tokens_BL.shape)
+  numpy_model.logits(cfg, params, {"tokens_BL": tokens_BL, "positions_BL": positions_BL}, product)
+  return amaxes
 
 
 def quantized(model, tmp_path, rules, *texts, said=lambda *_: None):
@@ -116,6 +132,26 @@ def test_to_the_nearest_codes_are_those_of_the_format_and_fused_ones_share_a_sca
   assert made.codes["layers/1/attn/k"]().data.dtype.name == "float8_e4m3fn"  # and not bytes
 
 
+def test_a_layer_sees_what_the_quantized_layers_before_it_give(model, tmp_path):
+  params, windows = model
+  spec, rules = spec_of([("layers/.*", "int8_static")]), [("layers/.*", "int8_static")]
+  rules = [("layers/0/.*", "e2m1_dynamic"), *rules]  # coarse, so that the difference is large
+  made = quantized(model, tmp_path, rules)
+  layers = {key: {n: np.array(w) for n, w in of.items()} for key, of in params["layers"].items()}
+  for name, read in made.codes.items():
+    _, layer, key, site = name.split("/")
+    if layer == "0":
+      codes = read()
+      w_NK = np.asarray(codes.data, np.float32) * np.asarray(codes.scale)
+      layers[key][site][0] = w_NK.T.reshape(layers[key][site][0].shape)
+  both = (layers, params["layers"])
+  # The eighth product is layer 1's q.
+  amaxes = [input_amaxes(spec.model, {**params, "layers": of}, windows)[7] for of in both]
+  got = made.inputs["layers/1/attn/q", "x"]
+  np.testing.assert_allclose(got, amaxes[0], rtol=1e-5)
+  assert abs(amaxes[1] / amaxes[0] - 1) > 1e-3
+
+
 @pytest.mark.parametrize(
   "texts", [("rotate", "equalize", "awq"), ("smooth_quant", "gptq")], ids="-".join
 )
@@ -134,5 +170,10 @@ def test_folds_leave_the_function_and_help_the_codes(model, tmp_path, texts):
   want = logits(plain.spec, params)
   np.testing.assert_allclose(logits(made.spec, made.params), want, atol=1e-4 * abs(want).max())
   assert made.spec.model.tie_embeddings == ("rotate" not in texts)
+  # Static scales are of the inputs after the folds.
+  sites = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")
+  amaxes = input_amaxes(made.spec.model, made.params, windows)[: len(sites)]
+  got = [made.inputs[f"layers/0/{site}", "x"] for site in sites]
+  np.testing.assert_allclose(got, amaxes, rtol=1e-4)
   mean = [np.mean([row["error"] for row in of.rows.values()]) for of in (made, plain)]
   assert mean[0] < mean[1]
