@@ -64,7 +64,7 @@ def _evaluate(run_job, rules, workdir, monkeypatch):
 
 def _diagnose(run_job, rules, workdir, monkeypatch):
   """The recipes alone: the pass over a batch is compiled for 16 seconds."""
-  told = lambda spec, params, batch, phase: {"recipes": {  # noqa: E731
+  told = lambda spec, params, batch, phase, teacher: {"recipes": {  # noqa: E731
     name: recipe.name for name, recipe in site_tree.recipes_of(spec.sites(phase=phase)).items()
   }}  # fmt: skip
   monkeypatch.setattr(nonfinite, "report", told)

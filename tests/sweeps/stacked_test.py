@@ -171,7 +171,8 @@ HONOURED = {
   "a layout of several devices is refused": "mesh sharding",
   "the files of a trial are those of a run": "log.every log.tensorboard log.report",
   "other jobs read them, training does not": """
-    calibrate export generate noise prepare sensitivity weights eval.tasks eval.chat
+    calibrate export generate noise plan_inference prepare quantize search sensitivity weights
+    eval.tasks eval.chat
     eval.questions eval.seed eval.data_dir
     eval.train_data eval.allow_code_execution eval.compare_with""",
 }
