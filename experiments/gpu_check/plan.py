@@ -9,7 +9,7 @@ from typing import Any
 
 STAGES = ("environment", "ceilings", "correctness", "gemm", "elementwise", "rivals", "layer", "cpt")
 MINUTES = 9.0  # that the seconds below add up to
-PARALLEL = 4  # correctness families at one time
+PARALLEL = 8  # correctness families at one time
 RESERVE = 15.0  # seconds for the report
 
 
@@ -154,21 +154,21 @@ def _adam(shape) -> dict[str, dict[str, Any]]:
 
 def _correctness(is_dry: bool) -> list[Family]:
   found = [
-    Family(name, "correctness", "gpu_check.check_gemm", 32, lines)
+    Family(name, "correctness", "gpu_check.check_gemm", 48, lines)
     for name, lines in _gemm_families(is_dry).items()
   ]
   found += [
-    Family(name, "correctness", "gpu_check.check_quantize", 28, lines)
+    Family(name, "correctness", "gpu_check.check_quantize", 40, lines)
     for name, lines in _quantizer_families(is_dry).items()
   ]
   shape = (128, 128) if is_dry else (2176, 1536)
   lines = {f"correctness/prologues/{n}": {"producer": n, "shape": shape} for n in PRODUCERS}
-  found.append(Family("prologues", "correctness", "gpu_check.check_quantize", 28, lines))
+  found.append(Family("prologues", "correctness", "gpu_check.check_quantize", 40, lines))
   lines = {
     f"correctness/adam/{kind}": values
     for kind, values in _adam((24, 256) if is_dry else (5000, 1024)).items()
   }
-  return [*found, Family("adam", "correctness", "gpu_check.check_adam", 36, lines)]
+  return [*found, Family("adam", "correctness", "gpu_check.check_adam", 50, lines)]
 
 
 # --- speed ---------------------------------------------------------------------------------------
