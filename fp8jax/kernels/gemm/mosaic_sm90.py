@@ -63,7 +63,6 @@ from fp8jax.recipe.gemm import Accumulate, accumulate_name
 
 _WGMMA = plgpu.Layout.WGMMA
 
-
 def supports(problem) -> str | None:
   device, gemm = problem.device, problem.gemm
   if reason := xla_sm90.missing(device):
@@ -175,8 +174,8 @@ def _operands(
   """The kernel's inputs, in the order of _Global; scales in lines as TMA reads them."""
   b_scale = b.scale.swapaxes(-1, -2)
   if per_column:
-    b_scale = _lines(scaled_matrix.expand(b_scale, b_scale.ndim - 1, b.tile[0], b.data.shape[-2]))
-  operands = [a.data, b.data, _lines(a.scale.T), b_scale]
+    b_scale = scaled_matrix.expand(b_scale, b_scale.ndim - 1, b.tile[0], b.data.shape[-2])
+  operands = [a.data, b.data, _lines(a.scale.T), _lines(b_scale)]
   # After the last step comes another group.
   return operands if groups is None else [*operands, jnp.append(groups, -1)]
 
@@ -215,6 +214,17 @@ class _Shared(NamedTuple):
   full: Any
   empty: Any
   loaded: Any = None
+
+
+class _Step(NamedTuple):
+  """A step: its tile's number among this program's, its number in the tile, its slot in the ring,
+  and where the tile begins in D."""
+
+  tile: Any
+  kb: Any
+  slot: Any
+  row: Any
+  column: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +280,10 @@ class _Program:
     i = i * self.config.cluster_m + lax.axis_index("cluster")
     return i * self.config.tile_m, j * self.config.tile_n
 
+  def after(self, slot):
+    """The next slot of the ring. No remainder: a division costs more than the promotion's sums."""
+    return jnp.where(slot == self.config.stages - 1, 0, slot + 1)
+
   def memory(self) -> tuple:
     """Allocations, in the order of _Shared."""
     c, of = self.config, self.of
@@ -282,11 +296,9 @@ class _Program:
       a=smem.swizzled((c.stages, c.tile_m, BLOCK), of.a.dtype, of.a.shape[-1]),
       b=smem.swizzled((c.stages, c.tile_n, BLOCK), of.b.dtype, of.b.shape[-1]),
       a_scale=plgpu.SMEM((c.stages, c.tile_m), jnp.float32),
-      b_scale=plgpu.SMEM(
-        (c.stages, tile_config.scale_slot(c.tile_n)) if self.per_column else (1, 4), jnp.float32
-      ),
+      b_scale=plgpu.SMEM((c.stages, tile_config.scale_slot(self.scales_of_b)), jnp.float32),
       d=smem.swizzled((CONSUMERS, buffers, WGMMA_ROWS, columns), of.d.dtype),
-      full=plgpu.Barrier(num_arrivals=3 + self.per_column, num_barriers=c.stages),
+      full=plgpu.Barrier(num_arrivals=4, num_barriers=c.stages),
       empty=kind(num_arrivals=CONSUMERS, num_barriers=c.stages),
     )
     if self.is_sum:
@@ -296,13 +308,23 @@ class _Program:
   def run(self, *shared):
     shared = _Shared(*shared)
     wg = lax.axis_index("wg")
-    pl.when(wg < CONSUMERS)(lambda: self.consume(shared))
+    pl.when(wg < CONSUMERS)(lambda: self.consume(shared, wg))
     if self.config.producer == "warpgroup":
       pl.when(wg == CONSUMERS)(lambda: self.produce(shared))
 
   def produce(self, shared: _Shared):
     plgpu.set_max_registers(40, action="decrease")
-    lax.fori_loop(0, self.num_tiles * self.steps, lambda s, _: self.fetch(shared, s), None)
+
+    def one_tile(tile, slot):
+      row, column = self.place(tile)
+
+      def step(kb, slot):
+        self.fetch(shared, _Step(tile, kb, slot, row, column))
+        return self.after(slot)
+
+      return lax.fori_loop(0, self.steps, step, slot)
+
+    lax.fori_loop(0, self.num_tiles, one_tile, jnp.int32(0))
     self.drain(shared)
 
   def drain(self, shared: _Shared):
@@ -315,11 +337,11 @@ class _Program:
     for slot in range(self.config.stages):
       plgpu.barrier_wait(shared.empty.at[slot])
 
-  def fetch(self, shared: _Shared, s):
-    """Starts the copies of step s when its slot is free."""
+  def fetch(self, shared: _Shared, step: _Step):
+    """Starts the copies of a step when its slot is free."""
     c, of = self.config, self.of
-    row, column = self.place(lax.div(s, self.steps))
-    kb, slot = lax.rem(s, self.steps), lax.rem(s, c.stages)
+    row, column = pl.multiple_of(step.row, c.tile_m), pl.multiple_of(step.column, c.tile_n)
+    kb, slot = step.kb, step.slot
     at_m, at_n, at_k = pl.ds(row, c.tile_m), pl.ds(column, c.tile_n), pl.ds(kb * BLOCK, BLOCK)
     both = "cluster" if c.cluster_m > 1 else None
     full = shared.full.at[slot]
@@ -328,98 +350,117 @@ class _Program:
     b = self.of_shard(self.of_group(of.b, row), kb).at[at_n]
     plgpu.copy_gmem_to_smem(b, shared.b.at[slot], full, collective_axes=both)
     plgpu.copy_gmem_to_smem(of.a_scale.at[kb, at_m], shared.a_scale.at[slot], full)
-    if self.per_column:
-      b_scale = self.of_group(of.b_scale, row).at[kb, at_n]
-      plgpu.copy_gmem_to_smem(b_scale, self.columns_of(shared, slot), full)
+    # Of one block the TMA's least, four numbers.
+    at_n = at_n if self.per_column else pl.ds(lax.div(column, BLOCK), self.scales_of_b)
+    b_scale = self.of_group(of.b_scale, row).at[kb, at_n]
+    plgpu.copy_gmem_to_smem(b_scale, self.columns_of(shared, slot), full)
+
+  @property
+  def scales_of_b(self) -> int:
+    """Numbers of a step."""
+    return self.config.tile_n if self.per_column else 4
 
   def columns_of(self, shared: _Shared, slot):
-    """Scales of the tile's columns."""
-    return shared.b_scale.at[slot, pl.ds(0, self.config.tile_n)]
+    """Scales of the tile's columns, or of its block and neighbours."""
+    return shared.b_scale.at[slot, pl.ds(0, self.scales_of_b)]
 
-  def fetch_inline(self, shared: _Shared, s):
-    """The same by the first consumer, if there is such a step."""
-    is_mine = (lax.axis_index("wg") == 0) & (s < self.num_tiles * self.steps)
-    pl.when(is_mine)(lambda: self.fetch(shared, s))
+  def fetch_inline(self, shared: _Shared, wg, step: _Step) -> _Step:
+    """The same by the first consumer, if there is such a step; the step after it."""
+    pl.when((wg == 0) & (step.tile < self.num_tiles))(lambda: self.fetch(shared, step))
+    slot, kb = self.after(step.slot), step.kb + 1
 
-  def consume(self, shared: _Shared):
+    def next_tile():
+      return step.tile + 1, jnp.int32(0), *self.place(step.tile + 1)
+
+    same_tile = lambda: (step.tile, kb, step.row, step.column)  # noqa: E731
+    tile, kb, row, column = lax.cond(kb == self.steps, next_tile, same_tile)
+    return _Step(tile, kb, slot, row, column)
+
+  def consume(self, shared: _Shared, wg):
     c = self.config
     if c.producer == "warpgroup":
       plgpu.set_max_registers(232, action="increase")
     for slot in range(c.stages):
       plgpu.barrier_arrive(shared.empty.at[slot])
+    fetched = None
     if c.producer == "inline":
-      for s in range(c.stages - 1):
-        self.fetch_inline(shared, s)
-    lax.fori_loop(0, self.num_tiles, lambda tile, _: self.one_tile(shared, tile), None)
+      fetched = _Step(jnp.int32(0), jnp.int32(0), jnp.int32(0), *self.place(0))
+      for _ in range(c.stages - 1):
+        fetched = self.fetch_inline(shared, wg, fetched)
+    one_tile = functools.partial(self.one_tile, shared, wg)
+    lax.fori_loop(0, self.num_tiles, one_tile, (jnp.int32(0), fetched))
     if c.producer == "inline":
-      pl.when(lax.axis_index("wg") == 0)(lambda: self.drain(shared))
+      pl.when(wg == 0)(lambda: self.drain(shared))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  def one_tile(self, shared: _Shared, tile):
+  def one_tile(self, shared: _Shared, wg, tile, state):
+    """state: the slot of the next step, and the step that is fetched next, None if another does."""
     row, column = self.place(tile)
     zero = jnp.zeros((WGMMA_ROWS, self.config.tile_n), jnp.float32)
-    totals = (plgpu.layout_cast(zero, _WGMMA),) * (self.rows // WGMMA_ROWS)
+    zeros = (plgpu.layout_cast(zero, _WGMMA),) * (self.rows // WGMMA_ROWS)
 
     def store(d, totals):
       for part, total in enumerate(totals):
-        at_m = row + lax.axis_index("wg") * self.rows + part * WGMMA_ROWS
-        self.store(shared, total.astype(d.dtype), part, d, pl.ds(at_m, WGMMA_ROWS), column)
-      return (plgpu.layout_cast(zero, _WGMMA),) * len(totals)
+        at_m = row + wg * self.rows + part * WGMMA_ROWS
+        self.store(shared, wg, total.astype(d.dtype), part, d, pl.ds(at_m, WGMMA_ROWS), column)
+      return zeros
 
-    def step(kb, totals):
-      totals = self.one_step(shared, tile * self.steps + kb, kb, row, column, totals)
+    def step(kb, carried):
+      totals, state = self.one_step(shared, wg, *carried)
       if len(self.of.d.shape) == 2:
-        return totals
+        return totals, state
       group = self.of.groups[kb]
       is_last = self.of.groups[kb + 1] != group
-      return lax.cond(is_last, lambda: store(self.of.d.at[group], totals), lambda: totals)
+      return lax.cond(is_last, lambda: store(self.of.d.at[group], totals), lambda: totals), state
 
-    totals = lax.fori_loop(0, self.steps, step, totals)
+    totals, state = lax.fori_loop(0, self.steps, step, (zeros, state))
     if len(self.of.d.shape) == 2:
       store(self.of.d, totals)
+    return state
 
-  def one_step(self, shared: _Shared, s, kb, row, column, totals):
-    """The totals with 128 of K more."""
-    slot = lax.rem(s, self.config.stages)
-    of_block = None
-    if not self.per_column:
-      # From global memory: this load is in flight while the next line waits for the tiles.
-      of_block = self.of_group(self.of.b_scale, row)[kb, lax.div(column, BLOCK)]
+  def one_step(self, shared: _Shared, wg, totals, state):
+    """(the totals with 128 of K more, the state after it)."""
+    slot, fetched = state
     plgpu.barrier_wait(shared.full.at[slot])
     new = []
     for part, total in enumerate(totals):
-      multiply = functools.partial(self.multiply, shared, s, part)
+
+      def multiply(acc, part=part):
+        return self.multiply(shared, wg, slot, part, fetched if part == 0 else None, acc)
+
       acc = plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, self.config.tile_n), jnp.float32)
-      partial, of_rows, of_columns = pl.run_scoped(multiply, acc)
+      partial, of_rows, of_columns, step = pl.run_scoped(multiply, acc)
+      fetched = step if part == 0 else fetched
       if part == len(totals) - 1:
         plgpu.barrier_arrive(shared.empty.at[slot])
       if self.per_column:
         scale = lax.broadcast_in_dim(of_rows, partial.shape, [0])
         scale = scale * lax.broadcast_in_dim(of_columns, partial.shape, [1])
       else:
-        scale = lax.broadcast_in_dim(of_rows * of_block, partial.shape, [0])
+        scale = lax.broadcast_in_dim(of_rows * of_columns, partial.shape, [0])
       new.append(total + partial * scale)
-    return tuple(new)
+    return tuple(new), (self.after(slot), fetched)
 
-  def multiply(self, shared: _Shared, s, part: int, acc):
-    """(64 rows and 128 of K of A . B', scales of the rows, scales of the columns if many)."""
-    slot = lax.rem(s, self.config.stages)
-    at = pl.ds(lax.axis_index("wg") * self.rows + part * WGMMA_ROWS, WGMMA_ROWS)
+  def multiply(self, shared: _Shared, wg, slot, part: int, fetched, acc):
+    """(64 rows and 128 of K of A . B', scales of the rows, scales of the columns if many, the step
+    that is fetched next)."""
+    at = pl.ds(wg * self.rows + part * WGMMA_ROWS, WGMMA_ROWS)
     plgpu.wgmma(acc, shared.a.at[slot, at], shared.b.at[slot].transpose((1, 0)))
     # The tensor core is busy from here to the last line.
-    if self.config.producer == "inline" and part == 0:
-      self.fetch_inline(shared, s + self.config.stages - 1)
+    if fetched is not None:
+      fetched = self.fetch_inline(shared, wg, fetched)
     of_rows = plgpu.load(shared.a_scale.at[slot, at], layout=_WGMMA.reduce(1))
-    of_columns = None
     if self.per_column:
       of_columns = plgpu.load(self.columns_of(shared, slot), layout=_WGMMA.reduce(0))
+    else:
+      of_columns = shared.b_scale[slot, 0]
     # TMA writes there next, and by another path than these loads take.
     plgpu.commit_smem()
-    return acc[...], of_rows, of_columns
+    return acc[...], of_rows, of_columns, fetched
 
-  def store(self, shared: _Shared, value, part: int, d, at_m, column):
+  def store(self, shared: _Shared, wg, value, part: int, d, at_m, column):
     columns, buffers = tile_config.epilogue(self.config)
-    per_part, wg = self.config.tile_n // columns, lax.axis_index("wg")
+    per_part = self.config.tile_n // columns
     for c in range(per_part):
       count = part * per_part + c
       buffer = count % buffers
