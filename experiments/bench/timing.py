@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import tile_config
-from fp8jax.run import provenance as provenance_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ROUNDS, SECONDS = 7, 0.1
@@ -36,6 +35,8 @@ def seconds(call, count: int) -> list[float]:
 
 def provenance(*more: str, seed: int = 0, num_devices: int | None = None) -> dict:
   """When, of which commit and where results were made, and what else of a run's provenance."""
+  from fp8jax.run import provenance as provenance_lib  # needs the extra `train`
+
   made = provenance_lib.provenance({}, "", seed, num_devices)
   return {k: made[k] for k in ("time", "commit", "dirty", "versions", "devices", "host", *more)}
 
@@ -65,6 +66,8 @@ class Bench:
   @classmethod
   def open(cls, folder: pathlib.Path, is_dry: bool) -> "Bench":
     """Args: folder of the benchmark; whether it only shows that it runs, and keeps nothing."""
+    from fp8jax.run import provenance as provenance_lib
+
     path = folder / "results" / f"{tile_config.device_name()}.json"
     provenance = provenance_lib.provenance({}, "", 0) | {"sources": sources(folder)}
     results = {"provenance": provenance, "lines": {}}
@@ -81,6 +84,8 @@ class Bench:
     if name not in lines:
       lines[name] = measure()
       if not self.is_dry:
+        from fp8jax.run import provenance as provenance_lib
+
         self.path.parent.mkdir(exist_ok=True)
         provenance_lib.write_json(str(self.path.parent), self.path.name, self.results)
     print(f"{name:44s}", json.dumps(lines[name]), flush=True)

@@ -88,16 +88,23 @@ def _available(seconds: float) -> float:
 
 
 def environment(flags: argparse.Namespace, site: str) -> dict[str, str]:
-  """Of the subprocesses: no preallocation, the repository and the wheels on the path."""
+  """Of the subprocesses: the repository and the wheels on the path."""
   paths = [str(records.ROOT), str(records.ROOT / "experiments"), site,
            os.environ.get("PYTHONPATH", "")]  # fmt: skip
   found = {
     **os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), "PYTHONUNBUFFERED": "1",
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
   }  # fmt: skip
   if flags.dry:  # an interpreted kernel takes a thread of its own for each program
     found |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
   return found
+
+
+def memory(family: plan.Family) -> dict[str, str]:
+  """JAX's share of the device: what it needs where families or another framework share it, else
+  most of it from the start, so that no allocation stands between two kernels that are timed."""
+  is_shared = family.stage in ("correctness", "rivals")
+  return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false" if is_shared else "true"}
 
 
 def install(wheels: pathlib.Path | None, out: pathlib.Path) -> str:
@@ -199,7 +206,7 @@ class Call:
     with open(self.out / f"{family.name}.log", "a") as log:
       process = subprocess.Popen(
         [sys.executable, "-m", "gpu_check"], stdin=subprocess.PIPE, stdout=log, stderr=log,
-        env=self.env, text=True, start_new_session=True,
+        env=self.env | memory(family), text=True, start_new_session=True,
       )  # fmt: skip
       self.processes.add(process)
       try:

@@ -92,7 +92,7 @@ def run(context: Context, recipe: str, tokens: int, model: str) -> dict[str, Any
   found |= {"ms": statistics.median(rounds), "spread_ms": max(rounds) - min(rounds)}
   found |= {"how": "wall clock", "tflops": flops(cfg, tokens) / found["ms"] / 1e9}
   if context.cupti:
-    found |= _by_kernel(recipe, tokens, cfg, device, arguments)
+    found |= _by_kernel(compiled, arguments, sites)
   return found
 
 
@@ -144,14 +144,12 @@ def flops(cfg: ModelConfig, tokens: int) -> float:
   return 6.0 * weights * tokens + 6.0 * tokens**2 * cfg.num_heads * cfg.head_dim
 
 
-def _by_kernel(recipe, tokens, cfg, device, arguments) -> dict[str, Any]:
+def _by_kernel(compiled, arguments, sites) -> dict[str, Any]:
   """Milliseconds by kernel, the twelve longest; nothing if CUPTI fails."""
   from jax.experimental.mosaic.gpu import profiler
 
-  function, _, sites = build(recipe, tokens, cfg, device)
-  jitted = jax.jit(function, compiler_options=measure.options())
   try:
-    _, trace = profiler.measure(jitted, aggregate=False)(*arguments, sites)
+    _, trace = profiler.measure(compiled, aggregate=False)(*arguments, sites)
   except Exception as e:  # the wall clock remains
     return {"cupti_failed": f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"}
   total: dict[str, float] = {}

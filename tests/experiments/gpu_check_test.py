@@ -52,7 +52,7 @@ from fp8jax.quantization import (  # noqa: E402
 CONTEXT = worker.Context(is_dry=True, cupti=False, deadline=float("inf"))
 # What a machine with a GPU lacks.
 ABSENT = ("ml_collections", "grain", "array_record", "tensorflow", "tensorflow_datasets",
-          "tensorboardX", "gguf", "gfloat", "pytest")  # fmt: skip
+          "tensorboardX", "msgspec", "gguf", "gfloat", "pytest")  # fmt: skip
 KEY = {"commit": "c", "sources": "s", "dry": False, "platform": "gpu", "device": "d", "jax": "j"}
 
 
@@ -181,7 +181,9 @@ def _call(tmp_path, lines, stage="gemm", minutes=0.5):
   families = [plan.Family("fake", stage, "fake_family", 10, lines)]
   flags = driver.arguments(["--out", str(tmp_path), "--minutes", str(minutes)])
   env = driver.environment(flags, str(tmp_path))
-  assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+  # A device that several processes share, and one that a single process times.
+  shares = [driver.memory(plan.Family("", s, "", 1, {})) for s in ("correctness", "layer")]
+  assert [s["XLA_PYTHON_CLIENT_PREALLOCATE"] for s in shares] == ["false", "true"]
   return driver.Call(flags, families, env, KEY, time.monotonic())
 
 
