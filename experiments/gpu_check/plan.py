@@ -184,20 +184,16 @@ P3_CONFIGS = {
   "128x128_cluster2": _tile(stages=5, producer="warpgroup"),
   "128x160_cluster2_inline": _tile(160),
   "128x128_cluster1": _tile(cluster_m=1, stages=5, producer="warpgroup"),
-  "128x128_cluster2_raster16": _tile(stages=5, raster=16, producer="warpgroup"),
-  "128x112_cluster2_inline": _tile(112, stages=5),
-  "128x192_cluster2_inline": _tile(192, stages=3),
-  "256x128_cluster1_inline": _tile(128, 1, 3, tile_m=256),
+  "128x160_cluster2_warpgroup": _tile(160, producer="warpgroup"),
+  "128x128_cluster2_inline": _tile(stages=5),
 }
 P2_CONFIGS = {
   "default": None,
   "128x128_cluster2_warpgroup": _tile(producer="warpgroup"),
   "128x128_cluster2_inline": _tile(),
   "128x160_cluster2_warpgroup": _tile(160, stages=3, producer="warpgroup"),
-  "128x160_cluster2_inline": _tile(160, stages=3),
-  "128x112_cluster2_inline": _tile(112),
   "128x128_cluster1_inline": _tile(cluster_m=1),
-  "128x128_cluster2_raster16": _tile(raster=16),
+  "128x128_cluster1_warpgroup": _tile(cluster_m=1, producer="warpgroup"),
 }
 
 
