@@ -63,6 +63,7 @@ from fp8jax.recipe.gemm import Accumulate, accumulate_name
 
 _WGMMA = plgpu.Layout.WGMMA
 
+
 def supports(problem) -> str | None:
   device, gemm = problem.device, problem.gemm
   if reason := xla_sm90.missing(device):
@@ -227,6 +228,20 @@ class _Step(NamedTuple):
   column: Any
 
 
+class _State(NamedTuple):
+  """What a consumer carries from step to step.
+
+  Attributes:
+    slot: of the next step.
+    fetched: the step that is fetched next, None if that is not a consumer's work.
+    of_blocks: B's block scales of the next steps (_Program.of_blocks).
+  """
+
+  slot: Any
+  fetched: _Step | None
+  of_blocks: tuple[Any, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Program:
   """One program, as the module's docstring describes it."""
@@ -296,9 +311,11 @@ class _Program:
       a=smem.swizzled((c.stages, c.tile_m, BLOCK), of.a.dtype, of.a.shape[-1]),
       b=smem.swizzled((c.stages, c.tile_n, BLOCK), of.b.dtype, of.b.shape[-1]),
       a_scale=plgpu.SMEM((c.stages, c.tile_m), jnp.float32),
-      b_scale=plgpu.SMEM((c.stages, tile_config.scale_slot(self.scales_of_b)), jnp.float32),
+      b_scale=plgpu.SMEM(
+        (c.stages, tile_config.scale_slot(c.tile_n)) if self.per_column else (1, 4), jnp.float32
+      ),
       d=smem.swizzled((CONSUMERS, buffers, WGMMA_ROWS, columns), of.d.dtype),
-      full=plgpu.Barrier(num_arrivals=4, num_barriers=c.stages),
+      full=plgpu.Barrier(num_arrivals=3 + self.per_column, num_barriers=c.stages),
       empty=kind(num_arrivals=CONSUMERS, num_barriers=c.stages),
     )
     if self.is_sum:
@@ -350,19 +367,31 @@ class _Program:
     b = self.of_shard(self.of_group(of.b, row), kb).at[at_n]
     plgpu.copy_gmem_to_smem(b, shared.b.at[slot], full, collective_axes=both)
     plgpu.copy_gmem_to_smem(of.a_scale.at[kb, at_m], shared.a_scale.at[slot], full)
-    # Of one block the TMA's least, four numbers.
-    at_n = at_n if self.per_column else pl.ds(lax.div(column, BLOCK), self.scales_of_b)
-    b_scale = self.of_group(of.b_scale, row).at[kb, at_n]
-    plgpu.copy_gmem_to_smem(b_scale, self.columns_of(shared, slot), full)
-
-  @property
-  def scales_of_b(self) -> int:
-    """Numbers of a step."""
-    return self.config.tile_n if self.per_column else 4
+    if self.per_column:
+      b_scale = self.of_group(of.b_scale, row).at[kb, at_n]
+      plgpu.copy_gmem_to_smem(b_scale, self.columns_of(shared, slot), full)
 
   def columns_of(self, shared: _Shared, slot):
-    """Scales of the tile's columns, or of its block and neighbours."""
-    return shared.b_scale.at[slot, pl.ds(0, self.scales_of_b)]
+    """Scales of the tile's columns."""
+    return shared.b_scale.at[slot, pl.ds(0, self.config.tile_n)]
+
+  @property
+  def unroll(self) -> int:
+    """Steps that are written out in the loop over K: as many as B's block scales are ahead, so that
+    none is moved to another register, for which it would have to have arrived."""
+    return 1 if self.per_column else 2
+
+  def of_blocks(self, row, column, kb=0):
+    """B's block scales of `unroll` steps from kb on, () if they come by TMA.
+
+    Beyond the last step, or the last tile, they are others, and nobody uses them.
+    """
+    if self.per_column:
+      return ()
+    m, n = self.of.d.shape[-2:]
+    scales = self.of_group(self.of.b_scale, jnp.clip(row, 0, m - 1))
+    column = lax.div(jnp.clip(column, 0, n - 1), BLOCK)
+    return tuple(scales[jnp.minimum(kb + i, self.steps - 1), column] for i in range(self.unroll))
 
   def fetch_inline(self, shared: _Shared, wg, step: _Step) -> _Step:
     """The same by the first consumer, if there is such a step; the step after it."""
@@ -387,14 +416,14 @@ class _Program:
       fetched = _Step(jnp.int32(0), jnp.int32(0), jnp.int32(0), *self.place(0))
       for _ in range(c.stages - 1):
         fetched = self.fetch_inline(shared, wg, fetched)
+    state = _State(jnp.int32(0), fetched, self.of_blocks(*self.place(0)))
     one_tile = functools.partial(self.one_tile, shared, wg)
-    lax.fori_loop(0, self.num_tiles, one_tile, (jnp.int32(0), fetched))
+    lax.fori_loop(0, self.num_tiles, one_tile, state)
     if c.producer == "inline":
       pl.when(wg == 0)(lambda: self.drain(shared))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  def one_tile(self, shared: _Shared, wg, tile, state):
-    """state: the slot of the next step, and the step that is fetched next, None if another does."""
+  def one_tile(self, shared: _Shared, wg, tile, state: _State) -> _State:
     row, column = self.place(tile)
     zero = jnp.zeros((WGMMA_ROWS, self.config.tile_n), jnp.float32)
     zeros = (plgpu.layout_cast(zero, _WGMMA),) * (self.rows // WGMMA_ROWS)
@@ -405,58 +434,80 @@ class _Program:
         self.store(shared, wg, total.astype(d.dtype), part, d, pl.ds(at_m, WGMMA_ROWS), column)
       return zeros
 
-    def step(kb, carried):
-      totals, state = self.one_step(shared, wg, *carried)
+    def step(kb, totals, state, of_block, load):
+      totals, state, loaded = self.one_step(shared, wg, totals, state, of_block, load)
       if len(self.of.d.shape) == 2:
-        return totals, state
+        return totals, state, loaded
       group = self.of.groups[kb]
       is_last = self.of.groups[kb + 1] != group
-      return lax.cond(is_last, lambda: store(self.of.d.at[group], totals), lambda: totals), state
+      totals = lax.cond(is_last, lambda: store(self.of.d.at[group], totals), lambda: totals)
+      return totals, state, loaded
 
-    totals, state = lax.fori_loop(0, self.steps, step, (zeros, state))
+    def steps(i, carried, count=self.unroll):
+      totals, state = carried
+      kb, now, loaded = i * self.unroll, state.of_blocks, ()
+      for turn in range(count):
+        # The next round's scales have all of this one to arrive.
+        load = None if turn else lambda: self.of_blocks(row, column, kb + self.unroll)
+        of_block = now[turn] if now else None
+        totals, state, new = step(kb + turn, totals, state, of_block, load)
+        loaded = new if turn == 0 else loaded
+      return totals, state._replace(of_blocks=loaded)
+
+    rounds, left = divmod(self.steps, self.unroll)
+    carried = lax.fori_loop(0, rounds, steps, (zeros, state))
+    totals, state = steps(jnp.int32(rounds), carried, left)
+    state = state._replace(of_blocks=self.of_blocks(*self.place(tile + 1)))
     if len(self.of.d.shape) == 2:
       store(self.of.d, totals)
     return state
 
-  def one_step(self, shared: _Shared, wg, totals, state):
-    """(the totals with 128 of K more, the state after it)."""
-    slot, fetched = state
+  def one_step(self, shared: _Shared, wg, totals, state: _State, of_block, load):
+    """(the totals with 128 of K more, the state after it, load()).
+
+    Args:
+      of_block: B's scale, None if there is one per column.
+      load: starts loads that later steps need, None if there are none.
+    """
+    slot, fetched, of_blocks = state
     plgpu.barrier_wait(shared.full.at[slot])
-    new = []
+    new, loaded = [], ()
     for part, total in enumerate(totals):
 
-      def multiply(acc, part=part):
-        return self.multiply(shared, wg, slot, part, fetched if part == 0 else None, acc)
+      def multiply(acc, part=part, fetched=fetched):
+        tasks = (fetched, load) if part == 0 else (None, None)
+        return self.multiply(shared, wg, slot, part, *tasks, acc)
 
       acc = plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, self.config.tile_n), jnp.float32)
-      partial, of_rows, of_columns, step = pl.run_scoped(multiply, acc)
-      fetched = step if part == 0 else fetched
+      partial, of_rows, of_columns, tasks = pl.run_scoped(multiply, acc)
+      if part == 0:
+        fetched, loaded = tasks
       if part == len(totals) - 1:
         plgpu.barrier_arrive(shared.empty.at[slot])
       if self.per_column:
         scale = lax.broadcast_in_dim(of_rows, partial.shape, [0])
         scale = scale * lax.broadcast_in_dim(of_columns, partial.shape, [1])
       else:
-        scale = lax.broadcast_in_dim(of_rows * of_columns, partial.shape, [0])
+        scale = lax.broadcast_in_dim(of_rows * of_block, partial.shape, [0])
       new.append(total + partial * scale)
-    return tuple(new), (self.after(slot), fetched)
+    return tuple(new), _State(self.after(slot), fetched, of_blocks), loaded
 
-  def multiply(self, shared: _Shared, wg, slot, part: int, fetched, acc):
-    """(64 rows and 128 of K of A . B', scales of the rows, scales of the columns if many, the step
-    that is fetched next)."""
+  def multiply(self, shared: _Shared, wg, slot, part: int, fetched, load, acc):
+    """(64 rows and 128 of K of A . B', scales of the rows, scales of the columns if many, (the step
+    that is fetched next, load()))."""
     at = pl.ds(wg * self.rows + part * WGMMA_ROWS, WGMMA_ROWS)
     plgpu.wgmma(acc, shared.a.at[slot, at], shared.b.at[slot].transpose((1, 0)))
     # The tensor core is busy from here to the last line.
     if fetched is not None:
       fetched = self.fetch_inline(shared, wg, fetched)
     of_rows = plgpu.load(shared.a_scale.at[slot, at], layout=_WGMMA.reduce(1))
+    of_columns = None
     if self.per_column:
       of_columns = plgpu.load(self.columns_of(shared, slot), layout=_WGMMA.reduce(0))
-    else:
-      of_columns = shared.b_scale[slot, 0]
     # TMA writes there next, and by another path than these loads take.
     plgpu.commit_smem()
-    return acc[...], of_rows, of_columns, fetched
+    loaded = load() if load is not None else ()  # behind the fence, which would wait for it
+    return acc[...], of_rows, of_columns, (fetched, loaded)
 
   def store(self, shared: _Shared, wg, value, part: int, d, at_m, column):
     columns, buffers = tile_config.epilogue(self.config)
