@@ -135,6 +135,8 @@ def _quantizer_families(is_dry: bool) -> dict[str, dict[str, Any]]:
 
 
 PRODUCERS = ("rms_norm", "swiglu", "swiglu_backward")
+# Prologues that the library gives one warpgroup, in two.
+WIDER = ("swiglu",)
 # Moments (storage.MOMENTS), whether the master is split, the gradient's dtype.
 ADAM = {
   "coat": ("coat", False, "bfloat16"),
@@ -221,7 +223,8 @@ def _speed(is_dry: bool) -> list[Family]:
     )
   }  # fmt: skip
   adam = _adam((24, 256) if is_dry else WEIGHT)
-  prologue = {n: {"producer": n, "shape": matrix} for n in PRODUCERS}
+  prologue = {n: {"producer": n, "shape": matrix} for n in reversed(PRODUCERS)}
+  prologue |= {f"{n}/two": {"producer": n, "shape": matrix, "warpgroups": 2} for n in WIDER}
   return [
     Family("gemm_p3", "gemm", "gpu_check.time_gemm", 60, gemms("p3", "fwd", P3, P3_CONFIGS)),
     Family("gemm_p2", "gemm", "gpu_check.time_gemm", 60, p2),

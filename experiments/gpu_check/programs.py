@@ -122,9 +122,14 @@ def quantize(shape, alongs, tensor: str, watched: bool = False) -> Program:
   return Program(make, (array(jnp.float32 if tensor == "w" else jnp.bfloat16, *shape),))
 
 
-def prologue(producer: str, shape) -> Program:
-  """-> (a list of {axis: ScaledMatrix}, their amaxes) of BF16 matrices, as training calls it."""
+def prologue(producer: str, shape, warpgroups: int = 0) -> Program:
+  """-> (a list of {axis: ScaledMatrix}, their amaxes) of BF16 matrices, as training calls it.
+
+  Args:
+    warpgroups: that share a tile; 0 for the library's choice.
+  """
   made = PRODUCERS[producer]
+  made = dataclasses.replace(made, warpgroups=warpgroups) if warpgroups else made
   matrices = [array(jnp.bfloat16, *shape)] * made.matrices
   factors = [array(jnp.float32, shape[axis]) for axis in made.factors]
 

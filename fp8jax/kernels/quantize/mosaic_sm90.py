@@ -72,7 +72,7 @@ def too_large(
   outputs, shapes = _outputs(quants, TILE, TILE, {}, watched)
   factors = [tile] * len(producer.factors)
   program = _Program(producer, outputs, [tile] * producer.matrices, factors, (), shapes)
-  *buffers, _ = program.memory()
+  *buffers, _, _ = program.memory()
   if (need := smem.needed(buffers)) <= smem.BYTES:
     return None
   return f"{producer.name} of {dtype} needs {need} bytes of shared memory; there are {smem.BYTES}"
@@ -158,13 +158,15 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
       parts.append(refs[at : at + size])
       at += size
     program = _Program(producer, outputs, *parts)
-    pl.run_scoped(program.run, *program.memory())
+    pl.run_scoped(program.run, *program.memory(), collective_axes="wg")
 
   run = plgpu.kernel(
     quantize_fp8,
     out_type=tuple(shapes),
     grid=(pl.cdiv(rows, TILE), pl.cdiv(columns, TILE)),
     grid_names=("i", "j"),
+    num_threads=producer.warpgroups,
+    thread_name="wg",
     compiler_params=plgpu.CompilerParams(),
   )
   made, results, amaxes = iter(run(*operands)), [{} for _ in quants], []
@@ -258,37 +260,59 @@ class _Program:
     ]
 
   def memory(self):
-    """Tiles of matrices and factors, of outputs and their scales, amaxes, the barrier of TMA."""
+    """Tiles of matrices and factors, of outputs and their scales, amaxes, the barriers of TMA and of
+    the warpgroups."""
     tiles = [swizzled((TILE, TILE), x.dtype) for x in self.matrices]
     results = []
     for out, (data, *_) in zip(self.outputs, self.by_output(self.refs)):
       results.append(swizzled((TILE, TILE), data.dtype, data.shape[1]))
       results += [plgpu.SMEM((TILE,), jnp.float32)] * out.num_lines
     line = plgpu.SMEM((TILE,), jnp.float32)
-    barrier = plgpu.Barrier(num_arrivals=len(tiles) + len(self.factors))
-    return *tiles, *[line] * len(self.factors), *results, line, barrier
+    loaded = plgpu.Barrier(num_arrivals=len(tiles) + len(self.factors))
+    together = plgpu.Barrier(num_arrivals=self.producer.warpgroups)
+    return *tiles, *[line] * len(self.factors), *results, line, loaded, together
+
+  @property
+  def starts(self):
+    """Where the 64 rows begin, one after the other, that a warpgroup has of every tile."""
+    if self.producer.warpgroups == 1:
+      return range(0, TILE, _ROWS)
+    return [lax.axis_index("wg") * _ROWS]
+
+  def meet(self, barrier):
+    """What other warpgroups have written before is there after this, also for TMA."""
+    plgpu.commit_smem()
+    if self.producer.warpgroups > 1:
+      plgpu.barrier_arrive(barrier)
+      plgpu.barrier_wait(barrier)
 
   def run(self, *memory):
-    *memory, amaxes, barrier = memory
+    *memory, amaxes, barrier, together = memory
     first, second = len(self.matrices), len(self.matrices) + len(self.factors)
     tiles, factors, results = memory[:first], memory[first:second], memory[second:]
     places = [pl.ds(lax.axis_index(name) * TILE, TILE) for name in ("i", "j")]
-    for x, tile in zip(self.matrices, tiles):
-      plgpu.copy_gmem_to_smem(x.at[places[0], places[1]], tile, barrier)
-    for axis, x, line in zip(self.producer.factors, self.factors, factors):
-      plgpu.copy_gmem_to_smem(x.at[places[axis]], line, barrier)
+
+    @self.by_first
+    def _():
+      for x, tile in zip(self.matrices, tiles):
+        plgpu.copy_gmem_to_smem(x.at[places[0], places[1]], tile, barrier)
+      for axis, x, line in zip(self.producer.factors, self.factors, factors):
+        plgpu.copy_gmem_to_smem(x.at[places[axis]], line, barrier)
+
     plgpu.barrier_wait(barrier)
     if self.producer != prologues.IDENTITY:
       self.produce(tiles, factors)
-    of_tiles = {
-      n: self.amax_of_tile(tiles[n], amaxes)
-      for n in dict.fromkeys(out.result for out in self.outputs if out.is_tiled)
-    }
+      self.meet(together)
+    of_tiles = {}
+    for n in dict.fromkeys(out.result for out in self.outputs if out.is_tiled):
+      if of_tiles:
+        self.meet(together)  # the line of amaxes may still be read
+      of_tiles[n] = self.amax_of_tile(tiles[n], amaxes, together)
     results, refs = self.by_output(results), self.by_output(self.refs)
     for out, (data, scales, seen) in zip(self.outputs, results):
       x, of_tile = tiles[out.result], of_tiles.get(out.result)
       view = x if out.along == 1 else x.transpose((1, 0))
-      for start in range(0, TILE, _ROWS):
+      for start in self.starts:
         at = pl.ds(start, _ROWS)
         x = plgpu.load(view.at[at], layout=_WGMMA).astype(jnp.float32)
         if out.given is not None:
@@ -297,19 +321,29 @@ class _Program:
           data[at], scales[at] = self.cast(x, out, of_tile)
         if seen is not None:
           seen[at] = _amax_or_nan(x)
-    plgpu.commit_smem()
-    for out, (data, *lines), (data_ref, *line_refs) in zip(self.outputs, results, refs):
-      free, depth = places if out.along == 1 else places[::-1]
-      line = lax.axis_index("j" if out.along == 1 else "i")
-      plgpu.copy_smem_to_gmem(data, data_ref.at[free, depth])
-      for values, ref in zip(lines, line_refs):
-        if values is not None:
-          plgpu.copy_smem_to_gmem(values, ref.at[line, free])
-    plgpu.wait_smem_to_gmem(0)
+    self.meet(together)
+
+    @self.by_first
+    def _():
+      for out, (data, *lines), (data_ref, *line_refs) in zip(self.outputs, results, refs):
+        free, depth = places if out.along == 1 else places[::-1]
+        line = lax.axis_index("j" if out.along == 1 else "i")
+        plgpu.copy_smem_to_gmem(data, data_ref.at[free, depth])
+        for values, ref in zip(lines, line_refs):
+          if values is not None:
+            plgpu.copy_smem_to_gmem(values, ref.at[line, free])
+      plgpu.wait_smem_to_gmem(0)
+
+  def by_first(self, start_copies):
+    """Calls a function in one warpgroup."""
+    if self.producer.warpgroups == 1:
+      start_copies()
+    else:
+      pl.when(lax.axis_index("wg") == 0)(start_copies)
 
   def produce(self, tiles, factors):
     """Result n takes the place of matrix n."""
-    for start in range(0, TILE, _ROWS):
+    for start in self.starts:
       at = pl.ds(start, _ROWS)
       operands = [plgpu.load(t.at[at], layout=_WGMMA).astype(jnp.float32) for t in tiles]
       for axis, line in zip(self.producer.factors, factors):
@@ -319,7 +353,6 @@ class _Program:
         operands.append(lax.broadcast_in_dim(factor, (_ROWS, TILE), [axis]))
       for tile, result in zip(tiles, self.producer.function(*operands)):
         tile[at] = result.astype(tile.dtype)
-    plgpu.commit_smem()
 
   def cast(self, x, out: _Output, of_tile):
     """(64 rows of the tile in FP8, their scales)."""
@@ -327,12 +360,12 @@ class _Program:
     x = x * lax.broadcast_in_dim(1.0 / scale, x.shape, [0])
     return quantize.cast(x, out.quant.format), scale
 
-  def amax_of_tile(self, x_smem, amaxes):
+  def amax_of_tile(self, x_smem, amaxes, together):
     """float32 [64], every element the amax of all 128x128."""
-    for start in range(0, TILE, _ROWS):
+    for start in self.starts:
       at = pl.ds(start, _ROWS)
       amaxes[at] = _amax(plgpu.load(x_smem.at[at], layout=_WGMMA).astype(jnp.float32))
-    plgpu.commit_smem()
+    self.meet(together)
     # Back as a row of 128, 64 times, of which every thread knows how to take the maximum.
     row = plgpu.load(amaxes, layout=_WGMMA.reduce(0))
     return jnp.max(lax.broadcast_in_dim(row, (_ROWS, TILE), [1]), axis=1)
