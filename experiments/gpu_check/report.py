@@ -56,7 +56,8 @@ def predictions(text: str | None = None) -> list[Prediction]:
 def derived(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
   """Line -> values, with the ratios between lines: share_of_copy, share_of_bf16, x_bf16."""
   values = {name: dict(r["values"]) for name, r in found.items() if r.get("status") == "ok"}
-  copy = values.get("ceiling/copy", {}).get("tb_per_s")
+  copies = [v["tb_per_s"] for name in ("copy", "memcpy") if (v := values.get(f"ceiling/{name}"))]
+  copy = max(copies, default=None)  # the faster is the ceiling
   bf16 = values.get("ceiling/bf16", {}).get("tflops")
   for name, v in values.items():
     if copy and name.startswith(OF_A_COPY):
