@@ -2,10 +2,13 @@
 recipes: no configuration, loader or checkpoint is imported.
 """
 
+import collections
 import dataclasses
 import functools
+import glob
 import math
 import statistics
+import tempfile
 from typing import Any
 
 import jax
@@ -75,7 +78,7 @@ def _operands(model: ModelConfig, tokens: int):
 
 
 def run(context: Context, recipe: str, tokens: int, model: str) -> dict[str, Any]:
-  """{"ms", "tflops", "products", "errors", "kernels_ms"}.
+  """{"ms", "tflops", "products", "errors", and what of_events finds}.
 
   Raises:
     Wrong: a product of a narrow recipe is not FP8, or a result is further from BF16 than FP8
@@ -91,7 +94,7 @@ def run(context: Context, recipe: str, tokens: int, model: str) -> dict[str, Any
   rounds = measure.wall_times(context, call, 1)
   found |= {"ms": statistics.median(rounds), "spread_ms": max(rounds) - min(rounds)}
   found |= {"how": "wall clock", "tflops": flops(cfg, tokens) / found["ms"] / 1e9}
-  if context.cupti:
+  if device.platform == "gpu":
     found |= _by_kernel(compiled, arguments, sites)
   return found
 
@@ -145,18 +148,42 @@ def flops(cfg: ModelConfig, tokens: int) -> float:
 
 
 def _by_kernel(compiled, arguments, sites) -> dict[str, Any]:
-  """Milliseconds by kernel, the twelve longest; nothing if CUPTI fails."""
-  from jax.experimental.mosaic.gpu import profiler
-
+  """Milliseconds by kernel, the longest; nothing if the profiler fails."""
   try:
-    _, trace = profiler.measure(compiled, aggregate=False)(*arguments, sites)
+    with tempfile.TemporaryDirectory() as folder:
+      with jax.profiler.trace(folder):
+        jax.block_until_ready(compiled(*arguments, sites))
+      (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+      return of_events(_events(jax.profiler.ProfileData.from_file(path)))
   except Exception as e:  # the wall clock remains
-    return {"cupti_failed": f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"}
-  total: dict[str, float] = {}
-  for name, ms in trace or ():
-    total[name[:60]] = total.get(name[:60], 0.0) + ms
-  longest = sorted(total.items(), key=lambda item: -item[1])[:12]
+    return {"profile_failed": f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"}
+
+
+def _events(profile) -> list[tuple[str, float, float]]:
+  """(name, start, duration in ns) of what the streams of the GPU ran, copies of memory included."""
+  return [
+    (event.name, event.start_ns, event.duration_ns)
+    for plane in profile.planes if "GPU" in plane.name
+    for line in plane.lines if "Stream" in line.name
+    for event in line.events
+  ]  # fmt: skip
+
+
+def of_events(events) -> dict[str, Any]:
+  """{"busy_ms", "span_ms", "launches", "kernels_ms"} of one call; span less busy is between them.
+
+  Raises:
+    ValueError: there are none.
+  """
+  if not events:
+    raise ValueError("the profile has no events of a GPU's stream")
+  total, count = collections.Counter(), collections.Counter()
+  for name, _, duration in events:
+    total[name[:60]] += duration / 1e6
+    count[name[:60]] += 1
+  start = min(begin for _, begin, _ in events)
   return {
-    "all_kernels_ms": math.fsum(total.values()),
-    "kernels_ms": {name: round(ms, 3) for name, ms in longest},
-  }
+    "busy_ms": math.fsum(total.values()), "launches": len(events),
+    "span_ms": (max(begin + duration for _, begin, duration in events) - start) / 1e6,
+    "kernels_ms": {f"{n} x{count[n]}": round(ms, 3) for n, ms in total.most_common(16)},
+  }  # fmt: skip

@@ -333,6 +333,14 @@ def test_the_fate_of_setmaxnreg_is_read(report_of_ptxas, registers, fate):
 # --- models --------------------------------------------------------------------------------------
 
 
+def test_time_between_kernels_is_seen():
+  found = layer.of_events([("a", 1e6, 2e6), ("b", 4e6, 1e6), ("a", 5e6, 1e6)])
+  assert (found["busy_ms"], found["span_ms"], found["launches"]) == (4.0, 5.0, 3)
+  assert found["kernels_ms"] == {"a x2": 3.0, "b x1": 1.0}
+  with pytest.raises(ValueError, match="no events"):
+    layer.of_events([])
+
+
 def test_products_that_are_not_fp8_are_refused():
   line = '  %d = f32[4,4] dot(%a, %b), metadata={op_name="jit(f)/q:fwd/dot_general"}\n'
   text = "ENTRY main {\n  %a = TYPE[4,8] parameter(0)\n  %b = TYPE[4,8] parameter(1)\n" + line + "}"
