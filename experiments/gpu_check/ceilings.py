@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from gpu_check import measure, programs
 from gpu_check.worker import Context, Wrong
 
-
 # XLA's own elementwise kernel, and a copy that it leaves to the driver.
 COPIES = {"copy": lambda x: -x, "memcpy": jnp.copy}
 

@@ -14,8 +14,8 @@ COLUMNS = ["figure", "field", "predicted", "low", "high", "unit"]
 OF_A_COPY = ("quantize/", "prologue/", "adam/")
 # Shown of each line; other values are in results.jsonl.
 FIELDS = ("tb_per_s", "share_of_copy", "tflops", "share_of_bf16", "ms", "spread_ms", "how",
-          "x_bf16", "busy_ms", "launches", "lattice_wrong", "norm_error", "sum_error", "error", "setmaxnreg",
-          "registers", "spilled_bytes", "works",
+          "x_bf16", "busy_ms", "launches", "lattice_wrong", "norm_error", "sum_error", "error",
+          "setmaxnreg", "registers", "spilled_bytes", "works",
           "weights", "steps", "training_difference", "training_difference_interval",
           "forward_difference", "forward_difference_interval")  # fmt: skip
 
