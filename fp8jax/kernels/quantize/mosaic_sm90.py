@@ -47,6 +47,12 @@ _FP8_COLUMNS = 64  # what the contraction of a result is padded to
 _ROWS = 64  # of what is in registers at one time
 _WGMMA = plgpu.Layout.WGMMA
 _TENSOR = (WHOLE, WHOLE)
+COLUMNS = 128
+WARPGROUPS = {"identity": 2, "rms_norm": 2, "swiglu": 2, "swiglu_backward": 2}
+
+
+def warpgroups(producer):
+  return WARPGROUPS[producer.name]
 
 
 def supports(x, quant: Quant, along: int) -> str | None:
@@ -72,8 +78,7 @@ def too_large(
   outputs, shapes = _outputs(quants, TILE, TILE, {}, watched)
   factors = [tile] * len(producer.factors)
   program = _Program(producer, outputs, [tile] * producer.matrices, factors, (), shapes)
-  *buffers, _ = program.memory()
-  if (need := smem.needed(buffers)) <= smem.BYTES:
+  if (need := smem.needed(program.buffers())) <= smem.BYTES:
     return None
   return f"{producer.name} of {dtype} needs {need} bytes of shared memory; there are {smem.BYTES}"
 
@@ -158,13 +163,16 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
       parts.append(refs[at : at + size])
       at += size
     program = _Program(producer, outputs, *parts)
-    pl.run_scoped(program.run, *program.memory())
+    memory = program.buffers(), program.barriers()
+    pl.run_scoped(program.run, *memory, collective_axes="wg")
 
   run = plgpu.kernel(
     quantize_fp8,
     out_type=tuple(shapes),
     grid=(pl.cdiv(rows, TILE), pl.cdiv(columns, TILE)),
     grid_names=("i", "j"),
+    num_threads=warpgroups(producer),
+    thread_name="wg",
     compiler_params=plgpu.CompilerParams(),
   )
   made, results, amaxes = iter(run(*operands)), [{} for _ in quants], []
@@ -257,69 +265,122 @@ class _Program:
       for o in self.outputs
     ]
 
-  def memory(self):
-    """Tiles of matrices and factors, of outputs and their scales, amaxes, the barrier of TMA."""
+  def buffers(self):
+    """Tiles of matrices and factors, of outputs and their scales, amaxes.
+
+    Outputs of a result lie where those of the result before it lay, and the first ones where the
+    last matrix was, if that one is no result itself.
+    """
     tiles = [swizzled((TILE, TILE), x.dtype) for x in self.matrices]
+    line = plgpu.SMEM((TILE,), jnp.float32)
     results = []
     for out, (data, *_) in zip(self.outputs, self.by_output(self.refs)):
-      results.append(swizzled((TILE, TILE), data.dtype, data.shape[1]))
-      results += [plgpu.SMEM((TILE,), jnp.float32)] * out.num_lines
-    line = plgpu.SMEM((TILE,), jnp.float32)
-    barrier = plgpu.Barrier(num_arrivals=len(tiles) + len(self.factors))
-    return *tiles, *[line] * len(self.factors), *results, line, barrier
+      buffers = [swizzled((TILE, TILE), data.dtype, data.shape[1])] + [line] * out.num_lines
+      results.append(buffers)
+    return *tiles, *[line] * len(self.factors), *sum(results, []), line
 
-  def run(self, *memory):
-    *memory, amaxes, barrier = memory
+  def barriers(self):
+    """Of TMA, and of warpgroups if there are several."""
+    barriers = [plgpu.Barrier(num_arrivals=len(self.matrices) + len(self.factors))]
+    if self.warpgroups > 1:
+      barriers.append(plgpu.Barrier(num_arrivals=self.warpgroups))
+    return barriers
+
+  @property
+  def warpgroups(self) -> int:
+    return warpgroups(self.producer)
+
+  @property
+  def share(self) -> int:
+    """Rows of a tile, or of its transpose, of one warpgroup."""
+    return TILE // self.warpgroups
+
+  def first(self):
+    """Of this warpgroup's rows."""
+    return lax.axis_index("wg") * self.share if self.warpgroups > 1 else 0
+
+  def halves(self):
+    """Slices of this warpgroup's rows, as many as registers hold at one time."""
+    return [pl.ds(self.first() + start, _ROWS) for start in range(0, self.share, _ROWS)]
+
+  def meet(self, barriers):
+    """What any warpgroup wrote to shared memory is there for all."""
+    plgpu.commit_smem()
+    for barrier in barriers:
+      plgpu.barrier_arrive(barrier)
+      plgpu.barrier_wait(barrier)
+
+  def run(self, buffers, barriers):
+    (*memory, amaxes), (loaded, *barriers) = buffers, barriers
     first, second = len(self.matrices), len(self.matrices) + len(self.factors)
     tiles, factors, results = memory[:first], memory[first:second], memory[second:]
-    places = [pl.ds(lax.axis_index(name) * TILE, TILE) for name in ("i", "j")]
+    if self.warpgroups > 1:
+      pl.when(lax.axis_index("wg") == 0)(lambda: self.fetch(tiles, factors, loaded))
+    else:
+      self.fetch(tiles, factors, loaded)
+    plgpu.barrier_wait(loaded)
+    if self.producer != prologues.IDENTITY:
+      self.produce(tiles, factors)
+      self.meet(barriers)
+    of_tiles = {
+      n: self.amax_of_tile(tiles[n], amaxes, barriers)
+      for n in dict.fromkeys(out.result for out in self.outputs if out.is_tiled)
+    }
+    results, refs = self.by_output(results), self.by_output(self.refs)
+    for out, result in zip(self.outputs, results):
+      self.quantize(tiles[out.result], out, of_tiles.get(out.result), *result)
+    plgpu.commit_smem()
+    for out, result, ref in zip(self.outputs, results, refs):
+      self.store(out, result, ref)
+    plgpu.wait_smem_to_gmem(0)
+
+  def places(self):
+    """Rows and columns of the matrices where this tile is."""
+    return [lax.axis_index(name) * TILE for name in ("i", "j")]
+
+  def fetch(self, tiles, factors, barrier):
+    places = [pl.ds(start, TILE) for start in self.places()]
     for x, tile in zip(self.matrices, tiles):
       plgpu.copy_gmem_to_smem(x.at[places[0], places[1]], tile, barrier)
     for axis, x, line in zip(self.producer.factors, self.factors, factors):
       plgpu.copy_gmem_to_smem(x.at[places[axis]], line, barrier)
-    plgpu.barrier_wait(barrier)
-    if self.producer != prologues.IDENTITY:
-      self.produce(tiles, factors)
-    of_tiles = {
-      n: self.amax_of_tile(tiles[n], amaxes)
-      for n in dict.fromkeys(out.result for out in self.outputs if out.is_tiled)
-    }
-    results, refs = self.by_output(results), self.by_output(self.refs)
-    for out, (data, scales, seen) in zip(self.outputs, results):
-      x, of_tile = tiles[out.result], of_tiles.get(out.result)
-      view = x if out.along == 1 else x.transpose((1, 0))
-      for start in range(0, TILE, _ROWS):
-        at = pl.ds(start, _ROWS)
-        x = plgpu.load(view.at[at], layout=_WGMMA).astype(jnp.float32)
-        if out.given is not None:
-          data[at] = quantize.cast(x * (1.0 / self.given[out.given][0]), out.quant.format)
-        else:
-          data[at], scales[at] = self.cast(x, out, of_tile)
-        if seen is not None:
-          seen[at] = _amax_or_nan(x)
-    plgpu.commit_smem()
-    for out, (data, *lines), (data_ref, *line_refs) in zip(self.outputs, results, refs):
-      free, depth = places if out.along == 1 else places[::-1]
-      line = lax.axis_index("j" if out.along == 1 else "i")
-      plgpu.copy_smem_to_gmem(data, data_ref.at[free, depth])
-      for values, ref in zip(lines, line_refs):
-        if values is not None:
-          plgpu.copy_smem_to_gmem(values, ref.at[line, free])
-    plgpu.wait_smem_to_gmem(0)
+
+  def quantize(self, tile, out: _Output, of_tile, data, scales, seen):
+    """This warpgroup's rows of one operand, and their scales and amaxes."""
+    view = tile if out.along == 1 else tile.transpose((1, 0))
+    for at in self.halves():
+      x = plgpu.load(view.at[at], layout=_WGMMA).astype(jnp.float32)
+      if out.given is not None:
+        data[at] = quantize.cast(x * (1.0 / self.given[out.given][0]), out.quant.format)
+      else:
+        data[at], scales[at] = self.cast(x, out, of_tile)
+      if seen is not None:
+        seen[at] = _amax_or_nan(x)
+
+  def store(self, out: _Output, result, refs):
+    """Starts the copies of this warpgroup's rows."""
+    (data, *lines), (data_ref, *line_refs) = result, refs
+    free, depth = self.places() if out.along == 1 else self.places()[::-1]
+    line = lax.axis_index("j" if out.along == 1 else "i")
+    at, free = pl.ds(self.first(), self.share), pl.ds(free + self.first(), self.share)
+    plgpu.copy_smem_to_gmem(data.at[at], data_ref.at[free, pl.ds(depth, TILE)])
+    for values, ref in zip(lines, line_refs):
+      if values is not None:
+        plgpu.copy_smem_to_gmem(values.at[at], ref.at[line, free])
 
   def produce(self, tiles, factors):
     """Result n takes the place of matrix n."""
-    for start in range(0, TILE, _ROWS):
-      at = pl.ds(start, _ROWS)
-      operands = [plgpu.load(t.at[at], layout=_WGMMA).astype(jnp.float32) for t in tiles]
-      for axis, line in zip(self.producer.factors, factors):
-        # Per row: as many as there are rows here, one for every column of the tile; or otherwise.
-        line, layout = (line.at[at], _WGMMA.reduce(1)) if axis == 0 else (line, _WGMMA.reduce(0))
-        factor = plgpu.load(line, layout=layout)
-        operands.append(lax.broadcast_in_dim(factor, (_ROWS, TILE), [axis]))
-      for tile, result in zip(tiles, self.producer.function(*operands)):
-        tile[at] = result.astype(tile.dtype)
-    plgpu.commit_smem()
+    for at in self.halves():
+      for start in range(0, TILE, COLUMNS):
+        columns = pl.ds(start, COLUMNS)
+        operands = [plgpu.load(t.at[at, columns], layout=_WGMMA).astype(jnp.float32) for t in tiles]
+        for axis, line in zip(self.producer.factors, factors):
+          # Per row: as many as there are rows here, one for every column; or otherwise.
+          line, layout = (line.at[at], 1) if axis == 0 else (line.at[columns], 0)
+          factor = plgpu.load(line, layout=_WGMMA.reduce(layout))
+          operands.append(lax.broadcast_in_dim(factor, (_ROWS, COLUMNS), [axis]))
+        for tile, result in zip(tiles, self.producer.function(*operands)):
+          tile[at, columns] = result.astype(tile.dtype)
 
   def cast(self, x, out: _Output, of_tile):
     """(64 rows of the tile in FP8, their scales)."""
@@ -327,12 +388,11 @@ class _Program:
     x = x * lax.broadcast_in_dim(1.0 / scale, x.shape, [0])
     return quantize.cast(x, out.quant.format), scale
 
-  def amax_of_tile(self, x_smem, amaxes):
+  def amax_of_tile(self, x_smem, amaxes, barriers):
     """float32 [64], every element the amax of all 128x128."""
-    for start in range(0, TILE, _ROWS):
-      at = pl.ds(start, _ROWS)
+    for at in self.halves():
       amaxes[at] = _amax(plgpu.load(x_smem.at[at], layout=_WGMMA).astype(jnp.float32))
-    plgpu.commit_smem()
+    self.meet(barriers)
     # Back as a row of 128, 64 times, of which every thread knows how to take the maximum.
     row = plgpu.load(amaxes, layout=_WGMMA.reduce(0))
     return jnp.max(lax.broadcast_in_dim(row, (_ROWS, TILE), [1]), axis=1)
