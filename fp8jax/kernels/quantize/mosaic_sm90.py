@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -47,12 +48,10 @@ _FP8_COLUMNS = 64  # what the contraction of a result is padded to
 _ROWS = 64  # of what is in registers at one time
 _WGMMA = plgpu.Layout.WGMMA
 _TENSOR = (WHOLE, WHOLE)
-COLUMNS = 128
-WARPGROUPS = {"identity": 2, "rms_norm": 2, "swiglu": 2, "swiglu_backward": 2}
-
-
-def warpgroups(producer):
-  return WARPGROUPS[producer.name]
+CLIPS = "given"
+APPROX = True
+_ZERO = np.int32(-(2**31) + 0xFFFFFF)
+WARPGROUPS = 2
 
 
 def supports(x, quant: Quant, along: int) -> str | None:
@@ -78,7 +77,7 @@ def too_large(
   outputs, shapes = _outputs(quants, TILE, TILE, {}, watched)
   factors = [tile] * len(producer.factors)
   program = _Program(producer, outputs, [tile] * producer.matrices, factors, (), shapes)
-  if (need := smem.needed(program.buffers())) <= smem.BYTES:
+  if (need := smem.needed(jax.tree.leaves(program.buffers()))) <= smem.BYTES:
     return None
   return f"{producer.name} of {dtype} needs {need} bytes of shared memory; there are {smem.BYTES}"
 
@@ -171,9 +170,9 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
     out_type=tuple(shapes),
     grid=(pl.cdiv(rows, TILE), pl.cdiv(columns, TILE)),
     grid_names=("i", "j"),
-    num_threads=warpgroups(producer),
+    num_threads=WARPGROUPS,
     thread_name="wg",
-    compiler_params=plgpu.CompilerParams(),
+    compiler_params=plgpu.CompilerParams(approx_math=APPROX),
   )
   made, results, amaxes = iter(run(*operands)), [{} for _ in quants], []
   for out in outputs:
@@ -257,27 +256,29 @@ class _Program:
   given: Sequence[Any]
   refs: Sequence[Any]
 
-  def by_output(self, flat) -> list[tuple[Any, Any, Any]]:
-    """(data, scales or None, amaxes or None) of every output, from what there is in a row."""
-    items = iter(flat)
-    return [
-      (next(items), next(items) if o.given is None else None, next(items) if o.is_watched else None)
-      for o in self.outputs
-    ]
+  @property
+  def groups(self) -> list[list[tuple[_Output, Any, list[Any]]]]:
+    """(output, its data, its scales and amaxes), by result."""
+    found, refs = [[] for _ in range(self.producer.results)], iter(self.refs)
+    for out in self.outputs:
+      found[out.result].append((out, next(refs), [next(refs) for _ in range(out.num_lines)]))
+    return found
 
-  def buffers(self):
-    """Tiles of matrices and factors, of outputs and their scales, amaxes.
+  def buffers(self) -> tuple:
+    """(Tiles of matrices, factors, lines of outputs by result, data of outputs, amaxes).
 
-    Outputs of a result lie where those of the result before it lay, and the first ones where the
-    last matrix was, if that one is no result itself.
+    Data lie where those of the result before lay, and the first ones where the last matrix was if
+    no result takes its place: this is room for a second program.
     """
-    tiles = [swizzled((TILE, TILE), x.dtype) for x in self.matrices]
+    tiles = [swizzled((TILE, TILE), x.dtype, self.columns) for x in self.matrices]
     line = plgpu.SMEM((TILE,), jnp.float32)
-    results = []
-    for out, (data, *_) in zip(self.outputs, self.by_output(self.refs)):
-      buffers = [swizzled((TILE, TILE), data.dtype, data.shape[1])] + [line] * out.num_lines
-      results.append(buffers)
-    return *tiles, *[line] * len(self.factors), *sum(results, []), line
+    lines = [[[line for _ in lines] for *_, lines in group] for group in self.groups]
+    data = [
+      [swizzled((TILE, TILE), ref.dtype, ref.shape[1]) for _, ref, _ in group]
+      for group in self.groups
+    ]
+    spare = [tiles.pop()] if len(tiles) > len(data) else []
+    return tiles, [line] * len(self.factors), lines, plgpu.RefUnion(*spare, *data), line
 
   def barriers(self):
     """Of TMA, and of warpgroups if there are several."""
@@ -287,8 +288,13 @@ class _Program:
     return barriers
 
   @property
+  def columns(self) -> int:
+    """Of a matrix that are in registers at one time."""
+    return 32 if self.producer.matrices > 1 else 64
+
+  @property
   def warpgroups(self) -> int:
-    return warpgroups(self.producer)
+    return WARPGROUPS
 
   @property
   def share(self) -> int:
@@ -311,9 +317,9 @@ class _Program:
       plgpu.barrier_wait(barrier)
 
   def run(self, buffers, barriers):
-    (*memory, amaxes), (loaded, *barriers) = buffers, barriers
-    first, second = len(self.matrices), len(self.matrices) + len(self.factors)
-    tiles, factors, results = memory[:first], memory[first:second], memory[second:]
+    (tiles, factors, lines, overlay, amaxes), (loaded, *barriers) = buffers, barriers
+    at = len(self.matrices) - len(tiles)
+    tiles, data = [*tiles, *overlay[:at]], overlay[at:]
     if self.warpgroups > 1:
       pl.when(lax.axis_index("wg") == 0)(lambda: self.fetch(tiles, factors, loaded))
     else:
@@ -322,16 +328,18 @@ class _Program:
     if self.producer != prologues.IDENTITY:
       self.produce(tiles, factors)
       self.meet(barriers)
-    of_tiles = {
-      n: self.amax_of_tile(tiles[n], amaxes, barriers)
-      for n in dict.fromkeys(out.result for out in self.outputs if out.is_tiled)
-    }
-    results, refs = self.by_output(results), self.by_output(self.refs)
-    for out, result in zip(self.outputs, results):
-      self.quantize(tiles[out.result], out, of_tiles.get(out.result), *result)
-    plgpu.commit_smem()
-    for out, result, ref in zip(self.outputs, results, refs):
-      self.store(out, result, ref)
+    for n, group in enumerate(self.groups):
+      of_tile = None
+      if n:  # the memory of the last result's data is free
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.meet(barriers)
+      if any(out.is_tiled for out, *_ in group):
+        of_tile = self.amax_of_tile(tiles[n], amaxes, barriers)
+      for (out, *_), *buffers in zip(group, data[n], lines[n]):
+        self.quantize(tiles[n], out, of_tile, *buffers)
+      plgpu.commit_smem()
+      for (out, *refs), *buffers in zip(group, data[n], lines[n]):
+        self.store(out, buffers, refs)
     plgpu.wait_smem_to_gmem(0)
 
   def places(self):
@@ -345,48 +353,49 @@ class _Program:
     for axis, x, line in zip(self.producer.factors, self.factors, factors):
       plgpu.copy_gmem_to_smem(x.at[places[axis]], line, barrier)
 
-  def quantize(self, tile, out: _Output, of_tile, data, scales, seen):
+  def quantize(self, tile, out: _Output, of_tile, data, lines):
     """This warpgroup's rows of one operand, and their scales and amaxes."""
+    # Scales come first, amaxes last.
     view = tile if out.along == 1 else tile.transpose((1, 0))
     for at in self.halves():
       x = plgpu.load(view.at[at], layout=_WGMMA).astype(jnp.float32)
       if out.given is not None:
-        data[at] = quantize.cast(x * (1.0 / self.given[out.given][0]), out.quant.format)
+        inverse = 1.0 / self.given[out.given][0]
       else:
-        data[at], scales[at] = self.cast(x, out, of_tile)
-      if seen is not None:
-        seen[at] = _amax_or_nan(x)
+        lines[0][at] = scale = _scale(of_tile if out.is_tiled else _amax(x), out.quant)
+        inverse = lax.broadcast_in_dim(1.0 / scale, x.shape, [0])
+      data[at] = _cast(x * inverse, out)
+      if out.is_watched:
+        lines[-1][at] = _amax_or_nan(x)
 
-  def store(self, out: _Output, result, refs):
+  def store(self, out: _Output, buffers, refs):
     """Starts the copies of this warpgroup's rows."""
-    (data, *lines), (data_ref, *line_refs) = result, refs
+    (data, lines), (data_ref, line_refs) = buffers, refs
     free, depth = self.places() if out.along == 1 else self.places()[::-1]
     line = lax.axis_index("j" if out.along == 1 else "i")
     at, free = pl.ds(self.first(), self.share), pl.ds(free + self.first(), self.share)
     plgpu.copy_smem_to_gmem(data.at[at], data_ref.at[free, pl.ds(depth, TILE)])
     for values, ref in zip(lines, line_refs):
-      if values is not None:
-        plgpu.copy_smem_to_gmem(values.at[at], ref.at[line, free])
+      plgpu.copy_smem_to_gmem(values.at[at], ref.at[line, free])
 
   def produce(self, tiles, factors):
     """Result n takes the place of matrix n."""
-    for at in self.halves():
-      for start in range(0, TILE, COLUMNS):
-        columns = pl.ds(start, COLUMNS)
-        operands = [plgpu.load(t.at[at, columns], layout=_WGMMA).astype(jnp.float32) for t in tiles]
-        for axis, line in zip(self.producer.factors, factors):
-          # Per row: as many as there are rows here, one for every column; or otherwise.
-          line, layout = (line.at[at], 1) if axis == 0 else (line.at[columns], 0)
-          factor = plgpu.load(line, layout=_WGMMA.reduce(layout))
-          operands.append(lax.broadcast_in_dim(factor, (_ROWS, COLUMNS), [axis]))
-        for tile, result in zip(tiles, self.producer.function(*operands)):
-          tile[at, columns] = result.astype(tile.dtype)
+    per_half = TILE // self.columns
 
-  def cast(self, x, out: _Output, of_tile):
-    """(64 rows of the tile in FP8, their scales)."""
-    scale = _scale(_amax(x) if of_tile is None or not out.is_tiled else of_tile, out.quant)
-    x = x * lax.broadcast_in_dim(1.0 / scale, x.shape, [0])
-    return quantize.cast(x, out.quant.format), scale
+    def piece(n, _):
+      at = pl.ds(self.first() + n // per_half * _ROWS, _ROWS)
+      columns = pl.ds(n % per_half * self.columns, self.columns)
+      operands = [plgpu.load(t.at[at, columns], layout=_WGMMA).astype(jnp.float32) for t in tiles]
+      for axis, line in zip(self.producer.factors, factors):
+        # Per row: as many as there are rows here, one for every column; or otherwise.
+        line, layout = (line.at[at], 1) if axis == 0 else (line.at[columns], 0)
+        factor = plgpu.load(line, layout=_WGMMA.reduce(layout))
+        operands.append(lax.broadcast_in_dim(factor, (_ROWS, self.columns), [axis]))
+      for tile, result in zip(tiles, self.producer.function(*operands)):
+        tile[at, columns] = result.astype(tile.dtype)
+
+    num = self.share // _ROWS * per_half
+    lax.fori_loop(0, num, piece, None)  # unrolled it would not stay in the instruction cache
 
   def amax_of_tile(self, x_smem, amaxes, barriers):
     """float32 [64], every element the amax of all 128x128."""
@@ -399,15 +408,28 @@ class _Program:
 
 
 def _amax(x):
-  """float32 [rows]; NaN does not count."""
-  return jnp.max(jnp.where(x != x, 0.0, jnp.abs(x)), axis=1)
+  """float32 [rows], to which NaN does not count.
+
+  Magnitudes are in the order of their bits, NaN above infinity. Twice the bits has no sign, and
+  from _ZERO on it is NaN alone that overflows, to below _ZERO: a maximum of integers passes over
+  it, at a third of the instructions of a comparison, a selection and a maximum of floats.
+  """
+  keys = lax.bitcast_convert_type(x, jnp.int32) * 2 + _ZERO
+  # No smaller than that of 0, as all of NaN would be.
+  most = jnp.maximum(jnp.max(keys, axis=1), _ZERO)
+  return lax.bitcast_convert_type(lax.shift_right_logical(most - _ZERO, 1), jnp.float32)
 
 
 def _amax_or_nan(x):
   """float32 [rows]: from which tensor_stats.amax of all of them is computed."""
-  # As integers magnitudes are in the same order, and NaN is above infinity.
-  bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+  bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
   return lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
+
+
+def _cast(x, out: _Output):
+  if CLIPS == "always" or (CLIPS == "given" and out.given is not None):
+    return quantize.cast(x, out.quant.format)
+  return x.astype(out.quant.format.dtype)
 
 
 def _scale(amax, quant: Quant):
