@@ -161,6 +161,12 @@ def _correctness(is_dry: bool) -> list[Family]:
     Family(name, "correctness", "gpu_check.check_quantize", 40, lines)
     for name, lines in _quantizer_families(is_dry).items()
   ]
+  casts = {
+    f"correctness/casts/{format}_{scale}": {"shape": (256, 256), "format": format, "scale": scale}
+    for format in ("e4m3", "e5m2")
+    for scale in ("given", "tiles")
+  }
+  found.append(Family("casts", "correctness", "gpu_check.check_cast", 40, casts))
   shape = (128, 128) if is_dry else (2176, 1536)
   lines = {f"correctness/prologues/{n}": {"producer": n, "shape": shape} for n in PRODUCERS}
   found.append(Family("prologues", "correctness", "gpu_check.check_quantize", 40, lines))

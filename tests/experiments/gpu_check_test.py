@@ -466,6 +466,8 @@ def lower_all() -> dict[str, str]:
       return programs.adam_update(**values)
     if family.module.endswith("check_quantize"):
       return (programs.prologue if "producer" in values else programs.quantize)(**values)
+    if family.module.endswith("check_cast"):
+      return programs.cast(**values)
     if family.module.endswith("time_elementwise"):
       return programs.BUILDERS[values.pop("kind")](**values)
     if family.module.endswith("ceilings"):

@@ -33,10 +33,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src import config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8jax.formats import E4M3, E5M2
+from fp8jax.formats import E4M3, E5M2, Format
 from fp8jax.kernels import smem
 from fp8jax.kernels.quantize import prologues
 from fp8jax.kernels.smem import ROWS, padded, swizzled
@@ -48,10 +49,16 @@ _FP8_COLUMNS = 64  # what the contraction of a result is padded to
 _ROWS = 64  # of what is in registers at one time
 _WGMMA = plgpu.Layout.WGMMA
 _TENSOR = (WHOLE, WHOLE)
-CLIPS = "given"
-APPROX = True
-_ZERO = np.int32(-(2**31) + 0xFFFFFF)
+# Per program. Two share the instruction cache and 65,536 registers with those of a second program.
 WARPGROUPS = 2
+# Of each of several matrices that a warpgroup computes with at one time: 32, the width of a swizzled
+# tile, take fewer than the 128 registers that two programs of two warpgroups leave a thread.
+COLUMNS = 32
+# Which casts clip first: "always", those with a "given" scale, "never". See `_cast`.
+CLIPS = "given"
+# exp is the hardware's 2^x of a product: of magnitude x within x * 2^-23, of which BF16 keeps 2^-9.
+APPROX = True
+_ZERO = np.int32(-(2**31) + 0xFFFFFF)  # what a magnitude of 0 is in `_amax`
 
 
 def supports(x, quant: Quant, along: int) -> str | None:
@@ -290,7 +297,7 @@ class _Program:
   @property
   def columns(self) -> int:
     """Of a matrix that are in registers at one time."""
-    return 32 if self.producer.matrices > 1 else 64
+    return COLUMNS if self.producer.matrices > 1 else 64
 
   @property
   def warpgroups(self) -> int:
@@ -335,12 +342,11 @@ class _Program:
         self.meet(barriers)
       if any(out.is_tiled for out, *_ in group):
         of_tile = self.amax_of_tile(tiles[n], amaxes, barriers)
-      for (out, *_), *buffers in zip(group, data[n], lines[n]):
-        self.quantize(tiles[n], out, of_tile, *buffers)
-      plgpu.commit_smem()
       for (out, *refs), *buffers in zip(group, data[n], lines[n]):
+        self.quantize(tiles[n], out, of_tile, *buffers)
+        plgpu.commit_smem()
         self.store(out, buffers, refs)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   def places(self):
     """Rows and columns of the matrices where this tile is."""
@@ -364,7 +370,7 @@ class _Program:
       else:
         lines[0][at] = scale = _scale(of_tile if out.is_tiled else _amax(x), out.quant)
         inverse = lax.broadcast_in_dim(1.0 / scale, x.shape, [0])
-      data[at] = _cast(x * inverse, out)
+      data[at] = _cast(x * inverse, out.quant.format, out.given is not None)
       if out.is_watched:
         lines[-1][at] = _amax_or_nan(x)
 
@@ -426,10 +432,18 @@ def _amax_or_nan(x):
   return lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
 
 
-def _cast(x, out: _Output):
-  if CLIPS == "always" or (CLIPS == "given" and out.given is not None):
-    return quantize.cast(x, out.quant.format)
-  return x.astype(out.quant.format.dtype)
+def _cast(x, format: Format, is_given: bool):
+  """quantize.cast, or the conversion alone where the hardware's saturates as that does: it is
+  cvt.rn.satfinite, to which infinities are too large and NaN is NaN (PTX ISA, cvt)."""
+  if CLIPS == "always" or (CLIPS == "given" and is_given) or _is_interpreted():
+    return quantize.cast(x, format)
+  return x.astype(format.dtype)
+
+
+def _is_interpreted() -> bool:
+  """Whether kernels run on a CPU, where a conversion does not saturate."""
+  # Of plgpu.force_gpu_interpret_mode, which nothing public tells; it is part of jit's key.
+  return config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
 def _scale(amax, quant: Quant):
