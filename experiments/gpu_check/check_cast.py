@@ -41,7 +41,7 @@ def run(context: Context, shape, format, scale) -> dict[str, Any]:
 
 
 def numbers(format: str) -> np.ndarray:
-  """float32 [...]: finite numbers of the format, halves between them and beyond, their neighbours."""
+  """float32 [...]: finite numbers of the format, halves between them and their neighbours."""
   codes = np.arange(256, dtype=np.uint8).view(DTYPES[format]).astype(np.float32)
   codes = np.unique(codes[np.isfinite(codes)])
   # The step beyond the largest is the last one: half of it would round to it, or to NaN.
@@ -60,9 +60,10 @@ def matrix(rng: np.random.Generator, shape, format: str) -> np.ndarray:
   x = np.resize(found, shape[0] * shape[1])
   x = rng.permutation(x).reshape(shape) * 2.0 ** rng.integers(-2, 6, (shape[0], 1))
   # With a given scale all numbers are met as they are, and with that of a tile in such rows.
-  x[shape[0] // 2 :] = rng.permutation(np.resize(found, x[shape[0] // 2 :].size)).reshape(
-    x[shape[0] // 2 :].shape
-  ) * GIVEN
+  x[shape[0] // 2 :] = (
+    rng.permutation(np.resize(found, x[shape[0] // 2 :].size)).reshape(x[shape[0] // 2 :].shape)
+    * GIVEN
+  )
   special = np.array([np.nan, -np.nan, np.inf, -np.inf, 1e30, -1e30, 3e38, -3e38])
   x[:8, :8] = special[(np.arange(8)[:, None] + np.arange(8)) % 8]
   x[8, :128] = np.nan  # a tile of nothing else

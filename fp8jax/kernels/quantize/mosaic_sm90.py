@@ -11,11 +11,7 @@ along the rows of an operand lie side by side. Where one scale serves all of x i
 amax of a tensor is another pass over x, XLA's, or a delayed one. A site that observes x, or a
 result that is never written, gets its amax from this pass too.
 
-One program of one warpgroup takes a tile of 128x128: TMA brings it into shared memory, where what
-is still to be computed is computed in place (prologues.py); it is read from there twice, as it lies
-and transposed (ldmatrix.trans turns 16-bit elements on the way into registers), 64 rows at a time;
-amax, scale, clip and round happen in registers as in quant/quantize; TMA stores data and scales.
-Zeros beyond the edge never raise an amax.
+One program takes a tile of 128x128 (tile_program.py). Zeros beyond the edge never raise an amax.
 
 Sizes: R and C are anything. TMA clips what sticks out of a matrix, in whole swizzled tiles: eight
 rows, 128 bytes (FP8 also 64). Operands of other sizes are copied with zeros around them, results
@@ -25,40 +21,24 @@ The reciprocal of a scale is the hardware's, within an ulp of float32's: powers 
 other scales the odd element that lies on a rounding boundary may fall on its other side.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax._src import config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8jax.formats import E4M3, E5M2, Format
+from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels import smem
-from fp8jax.kernels.quantize import prologues
-from fp8jax.kernels.smem import ROWS, padded, swizzled
+from fp8jax.kernels.quantize import prologues, tile_program
+from fp8jax.kernels.quantize.tile_program import TILE, Output, Program
+from fp8jax.kernels.smem import ROWS, padded
 from fp8jax.quantization import quantize, scaled_matrix, tensor_stats
 from fp8jax.recipe.quant import AMAX, CURRENT, WHOLE, Quant, Rounding, Scale
 
-TILE = 128
 _FP8_COLUMNS = 64  # what the contraction of a result is padded to
-_ROWS = 64  # of what is in registers at one time
-_WGMMA = plgpu.Layout.WGMMA
 _TENSOR = (WHOLE, WHOLE)
-# Per program. Two share the instruction cache and 65,536 registers with those of a second program.
-WARPGROUPS = 2
-# Of each of several matrices that a warpgroup computes with at one time: 32, the width of a swizzled
-# tile, take fewer than the 128 registers that two programs of two warpgroups leave a thread.
-COLUMNS = 32
-# Which casts clip first: "always", those with a "given" scale, "never". See `_cast`.
-CLIPS = "given"
-# exp is the hardware's 2^x of a product: of magnitude x within x * 2^-23, of which BF16 keeps 2^-9.
-APPROX = True
-_ZERO = np.int32(-(2**31) + 0xFFFFFF)  # what a magnitude of 0 is in `_amax`
 
 
 def supports(x, quant: Quant, along: int) -> str | None:
@@ -83,7 +63,7 @@ def too_large(
   tile = jax.ShapeDtypeStruct((TILE, TILE), dtype)
   outputs, shapes = _outputs(quants, TILE, TILE, {}, watched)
   factors = [tile] * len(producer.factors)
-  program = _Program(producer, outputs, [tile] * producer.matrices, factors, (), shapes)
+  program = Program(producer, outputs, [tile] * producer.matrices, factors, (), shapes)
   if (need := smem.needed(jax.tree.leaves(program.buffers()))) <= smem.BYTES:
     return None
   return f"{producer.name} of {dtype} needs {need} bytes of shared memory; there are {smem.BYTES}"
@@ -168,7 +148,7 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
     for size in (len(matrices), len(factors), len(given), len(shapes)):
       parts.append(refs[at : at + size])
       at += size
-    program = _Program(producer, outputs, *parts)
+    program = Program(producer, outputs, *parts)
     memory = program.buffers(), program.barriers()
     pl.run_scoped(program.run, *memory, collective_axes="wg")
 
@@ -177,9 +157,9 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
     out_type=tuple(shapes),
     grid=(pl.cdiv(rows, TILE), pl.cdiv(columns, TILE)),
     grid_names=("i", "j"),
-    num_threads=WARPGROUPS,
+    num_threads=tile_program.WARPGROUPS,
     thread_name="wg",
-    compiler_params=plgpu.CompilerParams(approx_math=APPROX),
+    compiler_params=plgpu.CompilerParams(approx_math=tile_program.APPROX),
   )
   made, results, amaxes = iter(run(*operands)), [{} for _ in quants], []
   for out in outputs:
@@ -197,14 +177,14 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
 
 
 def _outputs(quants, rows: int, columns: int, given, watched: bool):
-  """(_Output of every operand, what is written: data, scales and amaxes of each)."""
+  """(Output of every operand, what is written: data, scales and amaxes of each)."""
   outputs, shapes = [], []
   for n, of_result in enumerate(quants):
     for along, quant in of_result.items():
       free, depth = (rows, columns) if along == 1 else (columns, rows)
       number = list(given).index((n, along)) if (n, along) in given else None
       # One orientation of a result has seen all of it.
-      outputs.append(_Output(n, along, quant, number, watched and along == next(iter(of_result))))
+      outputs.append(Output(n, along, quant, number, watched and along == next(iter(of_result))))
       whole = padded(free, ROWS), padded(depth, _FP8_COLUMNS)
       shapes.append(jax.ShapeDtypeStruct(whole, quant.format.dtype))
       lines = (pl.cdiv(depth, TILE), padded(free, TILE))
@@ -224,227 +204,4 @@ def _tensor_scale(x, quant: Quant, amax, over):
     return quantize.given_scale(amax, quant).reshape(1)
   amax = jnp.max(jnp.where(jnp.isnan(x), 0, jnp.abs(x))).astype(jnp.float32)
   amax = lax.pmax(amax, over) if over else amax
-  return _scale(amax, quant).reshape(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Output:
-  """One operand.
-
-  Attributes:
-    given: number of the scale that it is handed, None if it finds its own.
-    is_watched: whether amaxes leave as scales do, one per 128 elements.
-  """
-
-  result: int
-  along: int
-  quant: Quant
-  given: int | None = None
-  is_watched: bool = False
-
-  @property
-  def num_lines(self) -> int:
-    """Of float32 [contraction / 128, rows] that it writes: scales, amaxes."""
-    return (self.given is None) + self.is_watched
-
-  @property
-  def is_tiled(self) -> bool:
-    return self.quant.tile[0] == TILE
-
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-  """One tile of everything."""
-
-  producer: prologues.Producer
-  outputs: tuple[_Output, ...]
-  matrices: Sequence[Any]
-  factors: Sequence[Any]
-  given: Sequence[Any]
-  refs: Sequence[Any]
-
-  @property
-  def groups(self) -> list[list[tuple[_Output, Any, list[Any]]]]:
-    """(output, its data, its scales and amaxes), by result."""
-    found, refs = [[] for _ in range(self.producer.results)], iter(self.refs)
-    for out in self.outputs:
-      found[out.result].append((out, next(refs), [next(refs) for _ in range(out.num_lines)]))
-    return found
-
-  def buffers(self) -> tuple:
-    """(Tiles of matrices, factors, lines of outputs by result, data of outputs, amaxes).
-
-    Data lie where those of the result before lay, and the first ones where the last matrix was if
-    no result takes its place: this is room for a second program.
-    """
-    tiles = [swizzled((TILE, TILE), x.dtype, self.columns) for x in self.matrices]
-    line = plgpu.SMEM((TILE,), jnp.float32)
-    lines = [[[line for _ in lines] for *_, lines in group] for group in self.groups]
-    data = [
-      [swizzled((TILE, TILE), ref.dtype, ref.shape[1]) for _, ref, _ in group]
-      for group in self.groups
-    ]
-    spare = [tiles.pop()] if len(tiles) > len(data) else []
-    return tiles, [line] * len(self.factors), lines, plgpu.RefUnion(*spare, *data), line
-
-  def barriers(self):
-    """Of TMA, and of warpgroups if there are several."""
-    barriers = [plgpu.Barrier(num_arrivals=len(self.matrices) + len(self.factors))]
-    if self.warpgroups > 1:
-      barriers.append(plgpu.Barrier(num_arrivals=self.warpgroups))
-    return barriers
-
-  @property
-  def columns(self) -> int:
-    """Of a matrix that are in registers at one time."""
-    return COLUMNS if self.producer.matrices > 1 else 64
-
-  @property
-  def warpgroups(self) -> int:
-    return WARPGROUPS
-
-  @property
-  def share(self) -> int:
-    """Rows of a tile, or of its transpose, of one warpgroup."""
-    return TILE // self.warpgroups
-
-  def first(self):
-    """Of this warpgroup's rows."""
-    return lax.axis_index("wg") * self.share if self.warpgroups > 1 else 0
-
-  def halves(self):
-    """Slices of this warpgroup's rows, as many as registers hold at one time."""
-    return [pl.ds(self.first() + start, _ROWS) for start in range(0, self.share, _ROWS)]
-
-  def meet(self, barriers):
-    """What any warpgroup wrote to shared memory is there for all."""
-    plgpu.commit_smem()
-    for barrier in barriers:
-      plgpu.barrier_arrive(barrier)
-      plgpu.barrier_wait(barrier)
-
-  def run(self, buffers, barriers):
-    (tiles, factors, lines, overlay, amaxes), (loaded, *barriers) = buffers, barriers
-    at = len(self.matrices) - len(tiles)
-    tiles, data = [*tiles, *overlay[:at]], overlay[at:]
-    if self.warpgroups > 1:
-      pl.when(lax.axis_index("wg") == 0)(lambda: self.fetch(tiles, factors, loaded))
-    else:
-      self.fetch(tiles, factors, loaded)
-    plgpu.barrier_wait(loaded)
-    if self.producer != prologues.IDENTITY:
-      self.produce(tiles, factors)
-      self.meet(barriers)
-    for n, group in enumerate(self.groups):
-      of_tile = None
-      if n:  # the memory of the last result's data is free
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.meet(barriers)
-      if any(out.is_tiled for out, *_ in group):
-        of_tile = self.amax_of_tile(tiles[n], amaxes, barriers)
-      for (out, *refs), *buffers in zip(group, data[n], lines[n]):
-        self.quantize(tiles[n], out, of_tile, *buffers)
-        plgpu.commit_smem()
-        self.store(out, buffers, refs)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-  def places(self):
-    """Rows and columns of the matrices where this tile is."""
-    return [lax.axis_index(name) * TILE for name in ("i", "j")]
-
-  def fetch(self, tiles, factors, barrier):
-    places = [pl.ds(start, TILE) for start in self.places()]
-    for x, tile in zip(self.matrices, tiles):
-      plgpu.copy_gmem_to_smem(x.at[places[0], places[1]], tile, barrier)
-    for axis, x, line in zip(self.producer.factors, self.factors, factors):
-      plgpu.copy_gmem_to_smem(x.at[places[axis]], line, barrier)
-
-  def quantize(self, tile, out: _Output, of_tile, data, lines):
-    """This warpgroup's rows of one operand, and their scales and amaxes."""
-    # Scales come first, amaxes last.
-    view = tile if out.along == 1 else tile.transpose((1, 0))
-    for at in self.halves():
-      x = plgpu.load(view.at[at], layout=_WGMMA).astype(jnp.float32)
-      if out.given is not None:
-        inverse = 1.0 / self.given[out.given][0]
-      else:
-        lines[0][at] = scale = _scale(of_tile if out.is_tiled else _amax(x), out.quant)
-        inverse = lax.broadcast_in_dim(1.0 / scale, x.shape, [0])
-      data[at] = _cast(x * inverse, out.quant.format, out.given is not None)
-      if out.is_watched:
-        lines[-1][at] = _amax_or_nan(x)
-
-  def store(self, out: _Output, buffers, refs):
-    """Starts the copies of this warpgroup's rows."""
-    (data, lines), (data_ref, line_refs) = buffers, refs
-    free, depth = self.places() if out.along == 1 else self.places()[::-1]
-    line = lax.axis_index("j" if out.along == 1 else "i")
-    at, free = pl.ds(self.first(), self.share), pl.ds(free + self.first(), self.share)
-    plgpu.copy_smem_to_gmem(data.at[at], data_ref.at[free, pl.ds(depth, TILE)])
-    for values, ref in zip(lines, line_refs):
-      plgpu.copy_smem_to_gmem(values.at[at], ref.at[line, free])
-
-  def produce(self, tiles, factors):
-    """Result n takes the place of matrix n."""
-    per_half = TILE // self.columns
-
-    def piece(n, _):
-      at = pl.ds(self.first() + n // per_half * _ROWS, _ROWS)
-      columns = pl.ds(n % per_half * self.columns, self.columns)
-      operands = [plgpu.load(t.at[at, columns], layout=_WGMMA).astype(jnp.float32) for t in tiles]
-      for axis, line in zip(self.producer.factors, factors):
-        # Per row: as many as there are rows here, one for every column; or otherwise.
-        line, layout = (line.at[at], 1) if axis == 0 else (line.at[columns], 0)
-        factor = plgpu.load(line, layout=_WGMMA.reduce(layout))
-        operands.append(lax.broadcast_in_dim(factor, (_ROWS, self.columns), [axis]))
-      for tile, result in zip(tiles, self.producer.function(*operands)):
-        tile[at, columns] = result.astype(tile.dtype)
-
-    num = self.share // _ROWS * per_half
-    lax.fori_loop(0, num, piece, None)  # unrolled it would not stay in the instruction cache
-
-  def amax_of_tile(self, x_smem, amaxes, barriers):
-    """float32 [64], every element the amax of all 128x128."""
-    for at in self.halves():
-      amaxes[at] = _amax(plgpu.load(x_smem.at[at], layout=_WGMMA).astype(jnp.float32))
-    self.meet(barriers)
-    # Back as a row of 128, 64 times, of which every thread knows how to take the maximum.
-    row = plgpu.load(amaxes, layout=_WGMMA.reduce(0))
-    return jnp.max(lax.broadcast_in_dim(row, (_ROWS, TILE), [1]), axis=1)
-
-
-def _amax(x):
-  """float32 [rows], to which NaN does not count.
-
-  Magnitudes are in the order of their bits, NaN above infinity. Twice the bits has no sign, and
-  from _ZERO on it is NaN alone that overflows, to below _ZERO: a maximum of integers passes over
-  it, at a third of the instructions of a comparison, a selection and a maximum of floats.
-  """
-  keys = lax.bitcast_convert_type(x, jnp.int32) * 2 + _ZERO
-  # No smaller than that of 0, as all of NaN would be.
-  most = jnp.maximum(jnp.max(keys, axis=1), _ZERO)
-  return lax.bitcast_convert_type(lax.shift_right_logical(most - _ZERO, 1), jnp.float32)
-
-
-def _amax_or_nan(x):
-  """float32 [rows]: from which tensor_stats.amax of all of them is computed."""
-  bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
-  return lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
-
-
-def _cast(x, format: Format, is_given: bool):
-  """quantize.cast, or the conversion alone where the hardware's saturates as that does: it is
-  cvt.rn.satfinite, to which infinities are too large and NaN is NaN (PTX ISA, cvt)."""
-  if CLIPS == "always" or (CLIPS == "given" and is_given) or _is_interpreted():
-    return quantize.cast(x, format)
-  return x.astype(format.dtype)
-
-
-def _is_interpreted() -> bool:
-  """Whether kernels run on a CPU, where a conversion does not saturate."""
-  # Of plgpu.force_gpu_interpret_mode, which nothing public tells; it is part of jit's key.
-  return config.pallas_tpu_interpret_mode_context_manager.value is not None
-
-
-def _scale(amax, quant: Quant):
-  return quantize.amax_to_scale(amax, quant.format, quant.scale)
+  return quantize.amax_to_scale(amax, quant.format, quant.scale).reshape(1)
