@@ -56,12 +56,12 @@ def numbers(format: str) -> np.ndarray:
 def matrix(rng: np.random.Generator, shape, format: str) -> np.ndarray:
   """float32: all of `numbers`, again and again in some order, times powers of two; in the first 8
   rows and columns NaN, infinities and what is far too large."""
-  found = numbers(format)
-  x = np.resize(found, shape[0] * shape[1])
+  values = numbers(format)
+  x = np.resize(values, shape[0] * shape[1])
   x = rng.permutation(x).reshape(shape) * 2.0 ** rng.integers(-2, 6, (shape[0], 1))
   # With a given scale all numbers are met as they are, and with that of a tile in such rows.
   x[shape[0] // 2 :] = (
-    rng.permutation(np.resize(found, x[shape[0] // 2 :].size)).reshape(x[shape[0] // 2 :].shape)
+    rng.permutation(np.resize(values, x[shape[0] // 2 :].size)).reshape(x[shape[0] // 2 :].shape)
     * GIVEN
   )
   special = np.array([np.nan, -np.nan, np.inf, -np.inf, 1e30, -1e30, 3e38, -3e38])

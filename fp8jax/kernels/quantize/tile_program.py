@@ -84,10 +84,10 @@ class Program:
   @property
   def groups(self) -> list[list[tuple[Output, Any, list[Any]]]]:
     """(output, its data, its scales and amaxes), by result."""
-    found, refs = [[] for _ in range(self.producer.results)], iter(self.refs)
+    groups, refs = [[] for _ in range(self.producer.results)], iter(self.refs)
     for out in self.outputs:
-      found[out.result].append((out, next(refs), [next(refs) for _ in range(out.num_lines)]))
-    return found
+      groups[out.result].append((out, next(refs), [next(refs) for _ in range(out.num_lines)]))
+    return groups
 
   def buffers(self) -> tuple:
     """(Tiles of matrices, factors, lines of outputs by result, data of outputs, amaxes).
