@@ -135,8 +135,6 @@ def _quantizer_families(is_dry: bool) -> dict[str, dict[str, Any]]:
 
 
 PRODUCERS = ("rms_norm", "swiglu", "swiglu_backward")
-# Prologues that the library gives one warpgroup, in two.
-WIDER = ("swiglu",)
 # Moments (storage.MOMENTS), whether the master is split, the gradient's dtype.
 ADAM = {
   "coat": ("coat", False, "bfloat16"),
@@ -163,6 +161,12 @@ def _correctness(is_dry: bool) -> list[Family]:
     Family(name, "correctness", "gpu_check.check_quantize", 40, lines)
     for name, lines in _quantizer_families(is_dry).items()
   ]
+  casts = {
+    f"correctness/casts/{format}_{scale}": {"shape": (256, 256), "format": format, "scale": scale}
+    for format in ("e4m3", "e5m2")
+    for scale in ("given", "tiles")
+  }
+  found.append(Family("casts", "correctness", "gpu_check.check_cast", 40, casts))
   shape = (128, 128) if is_dry else (2176, 1536)
   lines = {f"correctness/prologues/{n}": {"producer": n, "shape": shape} for n in PRODUCERS}
   found.append(Family("prologues", "correctness", "gpu_check.check_quantize", 40, lines))
@@ -224,7 +228,6 @@ def _speed(is_dry: bool) -> list[Family]:
   }  # fmt: skip
   adam = _adam((24, 256) if is_dry else WEIGHT)
   prologue = {n: {"producer": n, "shape": matrix} for n in reversed(PRODUCERS)}
-  prologue |= {f"{n}/two": {"producer": n, "shape": matrix, "warpgroups": 2} for n in WIDER}
   return [
     Family("gemm_p3", "gemm", "gpu_check.time_gemm", 60, gemms("p3", "fwd", P3, P3_CONFIGS)),
     Family("gemm_p2", "gemm", "gpu_check.time_gemm", 60, p2),

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fp8jax import formats
 from fp8jax.kernels.adamw import api as adamw_api
 from fp8jax.kernels.gemm import grouped, tile_config
 from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
@@ -21,6 +22,7 @@ from fp8jax.optim import storage
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.quantization import scaled_matrix as scaled_matrix_lib
 from fp8jax.recipe import library
+from fp8jax.recipe.quant import Scale
 from gpu_check import operands
 
 BLOCK = library.RECIPES["block_128"]
@@ -122,14 +124,24 @@ def quantize(shape, alongs, tensor: str, watched: bool = False) -> Program:
   return Program(make, (array(jnp.float32 if tensor == "w" else jnp.bfloat16, *shape),))
 
 
-def prologue(producer: str, shape, warpgroups: int = 0) -> Program:
-  """-> (a list of {axis: ScaledMatrix}, their amaxes) of BF16 matrices, as training calls it.
+def cast(shape, format: str, scale: str) -> Program:
+  """-> ({axis: ScaledMatrix}, ...) of a float32 matrix and an amax, with scales that are powers of
+  two. Args: scale: "given" is one of that amax; "tiles" are of 1x128, then of 128x128."""
+  how = dict(format={"e4m3": formats.E4M3, "e5m2": formats.E5M2}[format], scale=Scale.POW2)
+  delayed, pow2 = library.RECIPES["tensor_delayed"].fwd.lhs, library.RECIPES["block_128_pow2"].fwd
+  kinds = [dataclasses.replace(q, **how)
+           for q in ((delayed,) if scale == "given" else (pow2.lhs, pow2.rhs))]  # fmt: skip
 
-  Args:
-    warpgroups: that share a tile; 0 for the library's choice.
-  """
+  def run(x, amax):
+    given = dict(amax=amax) if scale == "given" else {}
+    return tuple(quantizer.quantize_matrix(x, {1: q, 0: q}, **given)[0] for q in kinds)
+
+  return Program(run, (array(jnp.float32, *shape), array(jnp.float32)))
+
+
+def prologue(producer: str, shape) -> Program:
+  """-> (a list of {axis: ScaledMatrix}, their amaxes) of BF16 matrices, as training calls it."""
   made = PRODUCERS[producer]
-  made = dataclasses.replace(made, warpgroups=warpgroups) if warpgroups else made
   matrices = [array(jnp.bfloat16, *shape)] * made.matrices
   factors = [array(jnp.float32, shape[axis]) for axis in made.factors]
 

@@ -22,6 +22,7 @@ sys.path.append(str(ROOT / "experiments"))
 from gpu_check import (  # noqa: E402
   batches,
   check_adam,
+  check_cast,
   check_gemm,
   check_quantize,
   cpt,
@@ -134,6 +135,30 @@ def test_a_wrong_quantization_is_seen(monkeypatch, broken):
   monkeypatch.setattr(quantizer, "quantize_matrix", quantize_matrix)
   values = dict(shape=(128, 256), alongs=[1, 0], tensor="x", watched=True)
   found = worker.measure(check_quantize.run, CONTEXT, values)
+  assert found["status"] == ("wrong" if broken else "ok"), found
+
+
+@pytest.mark.parametrize("broken", ["", "saturates", "rounds", "scales"])
+def test_a_wrong_cast_is_seen(monkeypatch, broken):
+  def quantize_matrix(x, quants, **given):
+    made = {}
+    for along, quant in quants.items():
+      one = quantize.quantize(x, quant, contraction=along, **given)
+      if broken == "saturates":  # a conversion alone: infinities are NaN, or stay
+        wide = (x if along == 1 else x.T) / one.scale[0, 0]
+        one = dataclasses.replace(one, data=wide.astype(one.data.dtype))
+      if broken == "rounds":  # 8.5, half way, to its odd neighbour
+        odd = one.data.view(jnp.uint8) + ((x if along == 1 else x.T) == 8.5 * check_cast.GIVEN)
+        one = dataclasses.replace(one, data=odd.astype(jnp.uint8).view(one.data.dtype))
+      if broken == "scales":
+        one = dataclasses.replace(one, scale=2 * one.scale)
+      made[along] = one
+    return made, None
+
+  monkeypatch.setattr(quantizer, "quantize_matrix", quantize_matrix)
+  found = worker.measure(
+    check_cast.run, CONTEXT, dict(shape=(128, 256), format="e4m3", scale="given")
+  )
   assert found["status"] == ("wrong" if broken else "ok"), found
 
 
@@ -476,6 +501,8 @@ def lower_all() -> dict[str, str]:
       return programs.adam_update(**values)
     if family.module.endswith("check_quantize"):
       return (programs.prologue if "producer" in values else programs.quantize)(**values)
+    if family.module.endswith("check_cast"):
+      return programs.cast(**values)
     if family.module.endswith("time_elementwise"):
       return programs.BUILDERS[values.pop("kind")](**values)
     if family.module.endswith("ceilings"):

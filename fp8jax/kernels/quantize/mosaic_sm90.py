@@ -11,11 +11,7 @@ along the rows of an operand lie side by side. Where one scale serves all of x i
 amax of a tensor is another pass over x, XLA's, or a delayed one. A site that observes x, or a
 result that is never written, gets its amax from this pass too.
 
-One program of one warpgroup takes a tile of 128x128: TMA brings it into shared memory, where what
-is still to be computed is computed in place (prologues.py); it is read from there twice, as it lies
-and transposed (ldmatrix.trans turns 16-bit elements on the way into registers), 64 rows at a time;
-amax, scale, clip and round happen in registers as in quant/quantize; TMA stores data and scales.
-Zeros beyond the edge never raise an amax.
+One program takes a tile of 128x128 (tile_program.py). Zeros beyond the edge never raise an amax.
 
 Sizes: R and C are anything. TMA clips what sticks out of a matrix, in whole swizzled tiles: eight
 rows, 128 bytes (FP8 also 64). Operands of other sizes are copied with zeros around them, results
@@ -25,9 +21,7 @@ The reciprocal of a scale is the hardware's, within an ulp of float32's: powers 
 other scales the odd element that lies on a rounding boundary may fall on its other side.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,15 +31,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels import smem
-from fp8jax.kernels.quantize import prologues
-from fp8jax.kernels.smem import ROWS, padded, swizzled
+from fp8jax.kernels.quantize import prologues, tile_program
+from fp8jax.kernels.quantize.tile_program import TILE, Output, Program
+from fp8jax.kernels.smem import ROWS, padded
 from fp8jax.quantization import quantize, scaled_matrix, tensor_stats
 from fp8jax.recipe.quant import AMAX, CURRENT, WHOLE, Quant, Rounding, Scale
 
-TILE = 128
 _FP8_COLUMNS = 64  # what the contraction of a result is padded to
-_ROWS = 64  # of what is in registers at one time
-_WGMMA = plgpu.Layout.WGMMA
 _TENSOR = (WHOLE, WHOLE)
 
 
@@ -71,9 +63,8 @@ def too_large(
   tile = jax.ShapeDtypeStruct((TILE, TILE), dtype)
   outputs, shapes = _outputs(quants, TILE, TILE, {}, watched)
   factors = [tile] * len(producer.factors)
-  program = _Program(producer, outputs, [tile] * producer.matrices, factors, (), shapes)
-  *buffers, _, _ = program.memory()
-  if (need := smem.needed(buffers)) <= smem.BYTES:
+  program = Program(producer, outputs, [tile] * producer.matrices, factors, (), shapes)
+  if (need := smem.needed(jax.tree.leaves(program.buffers()))) <= smem.BYTES:
     return None
   return f"{producer.name} of {dtype} needs {need} bytes of shared memory; there are {smem.BYTES}"
 
@@ -157,17 +148,18 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
     for size in (len(matrices), len(factors), len(given), len(shapes)):
       parts.append(refs[at : at + size])
       at += size
-    program = _Program(producer, outputs, *parts)
-    pl.run_scoped(program.run, *program.memory(), collective_axes="wg")
+    program = Program(producer, outputs, *parts)
+    memory = program.buffers(), program.barriers()
+    pl.run_scoped(program.run, *memory, collective_axes="wg")
 
   run = plgpu.kernel(
     quantize_fp8,
     out_type=tuple(shapes),
     grid=(pl.cdiv(rows, TILE), pl.cdiv(columns, TILE)),
     grid_names=("i", "j"),
-    num_threads=producer.warpgroups,
+    num_threads=tile_program.WARPGROUPS,
     thread_name="wg",
-    compiler_params=plgpu.CompilerParams(),
+    compiler_params=plgpu.CompilerParams(approx_math=tile_program.APPROX),
   )
   made, results, amaxes = iter(run(*operands)), [{} for _ in quants], []
   for out in outputs:
@@ -185,14 +177,14 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
 
 
 def _outputs(quants, rows: int, columns: int, given, watched: bool):
-  """(_Output of every operand, what is written: data, scales and amaxes of each)."""
+  """(Output of every operand, what is written: data, scales and amaxes of each)."""
   outputs, shapes = [], []
   for n, of_result in enumerate(quants):
     for along, quant in of_result.items():
       free, depth = (rows, columns) if along == 1 else (columns, rows)
       number = list(given).index((n, along)) if (n, along) in given else None
       # One orientation of a result has seen all of it.
-      outputs.append(_Output(n, along, quant, number, watched and along == next(iter(of_result))))
+      outputs.append(Output(n, along, quant, number, watched and along == next(iter(of_result))))
       whole = padded(free, ROWS), padded(depth, _FP8_COLUMNS)
       shapes.append(jax.ShapeDtypeStruct(whole, quant.format.dtype))
       lines = (pl.cdiv(depth, TILE), padded(free, TILE))
@@ -212,176 +204,4 @@ def _tensor_scale(x, quant: Quant, amax, over):
     return quantize.given_scale(amax, quant).reshape(1)
   amax = jnp.max(jnp.where(jnp.isnan(x), 0, jnp.abs(x))).astype(jnp.float32)
   amax = lax.pmax(amax, over) if over else amax
-  return _scale(amax, quant).reshape(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Output:
-  """One operand.
-
-  Attributes:
-    given: number of the scale that it is handed, None if it finds its own.
-    is_watched: whether amaxes leave as scales do, one per 128 elements.
-  """
-
-  result: int
-  along: int
-  quant: Quant
-  given: int | None = None
-  is_watched: bool = False
-
-  @property
-  def num_lines(self) -> int:
-    """Of float32 [contraction / 128, rows] that it writes: scales, amaxes."""
-    return (self.given is None) + self.is_watched
-
-  @property
-  def is_tiled(self) -> bool:
-    return self.quant.tile[0] == TILE
-
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-  """One tile of everything."""
-
-  producer: prologues.Producer
-  outputs: tuple[_Output, ...]
-  matrices: Sequence[Any]
-  factors: Sequence[Any]
-  given: Sequence[Any]
-  refs: Sequence[Any]
-
-  def by_output(self, flat) -> list[tuple[Any, Any, Any]]:
-    """(data, scales or None, amaxes or None) of every output, from what there is in a row."""
-    items = iter(flat)
-    return [
-      (next(items), next(items) if o.given is None else None, next(items) if o.is_watched else None)
-      for o in self.outputs
-    ]
-
-  def memory(self):
-    """Tiles of matrices and factors, of outputs and their scales, amaxes, the barriers of TMA and of
-    the warpgroups."""
-    tiles = [swizzled((TILE, TILE), x.dtype) for x in self.matrices]
-    results = []
-    for out, (data, *_) in zip(self.outputs, self.by_output(self.refs)):
-      results.append(swizzled((TILE, TILE), data.dtype, data.shape[1]))
-      results += [plgpu.SMEM((TILE,), jnp.float32)] * out.num_lines
-    line = plgpu.SMEM((TILE,), jnp.float32)
-    loaded = plgpu.Barrier(num_arrivals=len(tiles) + len(self.factors))
-    together = plgpu.Barrier(num_arrivals=self.producer.warpgroups)
-    return *tiles, *[line] * len(self.factors), *results, line, loaded, together
-
-  @property
-  def starts(self):
-    """Where the 64 rows begin, one after the other, that a warpgroup has of every tile."""
-    if self.producer.warpgroups == 1:
-      return range(0, TILE, _ROWS)
-    return [lax.axis_index("wg") * _ROWS]
-
-  def meet(self, barrier):
-    """What other warpgroups have written before is there after this, also for TMA."""
-    plgpu.commit_smem()
-    if self.producer.warpgroups > 1:
-      plgpu.barrier_arrive(barrier)
-      plgpu.barrier_wait(barrier)
-
-  def run(self, *memory):
-    *memory, amaxes, barrier, together = memory
-    first, second = len(self.matrices), len(self.matrices) + len(self.factors)
-    tiles, factors, results = memory[:first], memory[first:second], memory[second:]
-    places = [pl.ds(lax.axis_index(name) * TILE, TILE) for name in ("i", "j")]
-
-    @self.by_first
-    def _():
-      for x, tile in zip(self.matrices, tiles):
-        plgpu.copy_gmem_to_smem(x.at[places[0], places[1]], tile, barrier)
-      for axis, x, line in zip(self.producer.factors, self.factors, factors):
-        plgpu.copy_gmem_to_smem(x.at[places[axis]], line, barrier)
-
-    plgpu.barrier_wait(barrier)
-    if self.producer != prologues.IDENTITY:
-      self.produce(tiles, factors)
-      self.meet(together)
-    of_tiles = {}
-    for n in dict.fromkeys(out.result for out in self.outputs if out.is_tiled):
-      if of_tiles:
-        self.meet(together)  # the line of amaxes may still be read
-      of_tiles[n] = self.amax_of_tile(tiles[n], amaxes, together)
-    results, refs = self.by_output(results), self.by_output(self.refs)
-    for out, (data, scales, seen) in zip(self.outputs, results):
-      x, of_tile = tiles[out.result], of_tiles.get(out.result)
-      view = x if out.along == 1 else x.transpose((1, 0))
-      for start in self.starts:
-        at = pl.ds(start, _ROWS)
-        x = plgpu.load(view.at[at], layout=_WGMMA).astype(jnp.float32)
-        if out.given is not None:
-          data[at] = quantize.cast(x * (1.0 / self.given[out.given][0]), out.quant.format)
-        else:
-          data[at], scales[at] = self.cast(x, out, of_tile)
-        if seen is not None:
-          seen[at] = _amax_or_nan(x)
-    self.meet(together)
-
-    @self.by_first
-    def _():
-      for out, (data, *lines), (data_ref, *line_refs) in zip(self.outputs, results, refs):
-        free, depth = places if out.along == 1 else places[::-1]
-        line = lax.axis_index("j" if out.along == 1 else "i")
-        plgpu.copy_smem_to_gmem(data, data_ref.at[free, depth])
-        for values, ref in zip(lines, line_refs):
-          if values is not None:
-            plgpu.copy_smem_to_gmem(values, ref.at[line, free])
-      plgpu.wait_smem_to_gmem(0)
-
-  def by_first(self, start_copies):
-    """Calls a function in one warpgroup."""
-    if self.producer.warpgroups == 1:
-      start_copies()
-    else:
-      pl.when(lax.axis_index("wg") == 0)(start_copies)
-
-  def produce(self, tiles, factors):
-    """Result n takes the place of matrix n."""
-    for start in self.starts:
-      at = pl.ds(start, _ROWS)
-      operands = [plgpu.load(t.at[at], layout=_WGMMA).astype(jnp.float32) for t in tiles]
-      for axis, line in zip(self.producer.factors, factors):
-        # Per row: as many as there are rows here, one for every column of the tile; or otherwise.
-        line, layout = (line.at[at], _WGMMA.reduce(1)) if axis == 0 else (line, _WGMMA.reduce(0))
-        factor = plgpu.load(line, layout=layout)
-        operands.append(lax.broadcast_in_dim(factor, (_ROWS, TILE), [axis]))
-      for tile, result in zip(tiles, self.producer.function(*operands)):
-        tile[at] = result.astype(tile.dtype)
-
-  def cast(self, x, out: _Output, of_tile):
-    """(64 rows of the tile in FP8, their scales)."""
-    scale = _scale(_amax(x) if of_tile is None or not out.is_tiled else of_tile, out.quant)
-    x = x * lax.broadcast_in_dim(1.0 / scale, x.shape, [0])
-    return quantize.cast(x, out.quant.format), scale
-
-  def amax_of_tile(self, x_smem, amaxes, together):
-    """float32 [64], every element the amax of all 128x128."""
-    for start in self.starts:
-      at = pl.ds(start, _ROWS)
-      amaxes[at] = _amax(plgpu.load(x_smem.at[at], layout=_WGMMA).astype(jnp.float32))
-    self.meet(together)
-    # Back as a row of 128, 64 times, of which every thread knows how to take the maximum.
-    row = plgpu.load(amaxes, layout=_WGMMA.reduce(0))
-    return jnp.max(lax.broadcast_in_dim(row, (_ROWS, TILE), [1]), axis=1)
-
-
-def _amax(x):
-  """float32 [rows]; NaN does not count."""
-  return jnp.max(jnp.where(x != x, 0.0, jnp.abs(x)), axis=1)
-
-
-def _amax_or_nan(x):
-  """float32 [rows]: from which tensor_stats.amax of all of them is computed."""
-  # As integers magnitudes are in the same order, and NaN is above infinity.
-  bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-  return lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
-
-
-def _scale(amax, quant: Quant):
-  return quantize.amax_to_scale(amax, quant.format, quant.scale)
+  return quantize.amax_to_scale(amax, quant.format, quant.scale).reshape(1)

@@ -23,8 +23,6 @@ class Producer:
     results: how many matrices it gives.
     function: (*matrices, *factors) -> results; factors are broadcast over the tile. It maps zeros
       to zeros: tiles that stick out are filled with them.
-    warpgroups: that share a tile, 1 or 2. Two where shared memory has room for one tile alone: one
-      warpgroup would wait for itself, and its code would not fit the instruction cache.
   """
 
   name: str
@@ -32,7 +30,6 @@ class Producer:
   factors: tuple[int, ...]
   results: int
   function: Callable
-  warpgroups: int = 1
 
 
 def _sigmoid(x):
@@ -53,7 +50,7 @@ RMS_NORM = Producer("rms_norm", 1, (0, 1), 1, lambda x, scale, weight: (x * scal
 # basic.silu_mul of gate and up.
 SWIGLU = Producer("swiglu", 2, (), 1, _swiglu)
 # Gradients of gate and up from that of silu_mul, gate and up.
-SWIGLU_BACKWARD = Producer("swiglu_backward", 3, (), 2, _swiglu_backward, warpgroups=2)
+SWIGLU_BACKWARD = Producer("swiglu_backward", 3, (), 2, _swiglu_backward)
 # The matrix itself.
 IDENTITY = Producer("identity", 1, (), 1, lambda x: (x,))
 
