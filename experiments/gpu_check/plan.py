@@ -273,7 +273,7 @@ def families(is_dry: bool = False, cpt: dict[str, Any] | None = None) -> list[Fa
   size = 256 if is_dry else 8192
   shape = DRY_SHAPES[0] if is_dry else PARTIAL
   ceilings = {f"ceiling/{kind}": {"kind": kind, "size": size}
-              for kind in ("copy", "memcpy", "bf16", "fp8_fast", "fp8_precise")}  # fmt: skip
+              for kind in ("memcpy", "copy", "bf16", "fp8_fast", "fp8_precise")}  # fmt: skip
   return [
     Family("environment", "environment", "gpu_check.environment", 12, {
       "environment/versions": {"part": "versions"},
