@@ -132,8 +132,10 @@ def _interpret(monkeypatch, cores: int, detect_races: bool):
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
   from fp8jax.kernels.gemm import mosaic_sm90
+  from fp8jax.kernels.quantize import tile_program
 
   monkeypatch.setattr(mosaic_sm90, "num_cores", lambda: cores)
+  monkeypatch.setattr(tile_program, "CLIPS", "always")
   # The first device to finish would complain about those still at work.
   monkeypatch.setattr(shared_memory.GPUSharedMemory, "assert_no_barriers_allocated", lambda _: None)
   params = plgpu.InterpretGPUParams(detect_races=detect_races, uninitialized_memory="nan")

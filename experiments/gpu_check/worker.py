@@ -41,13 +41,15 @@ def interpreted():
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
   from fp8jax.kernels.gemm import mosaic_sm90
+  from fp8jax.kernels.quantize import tile_program
 
   cores, mosaic_sm90.num_cores = mosaic_sm90.num_cores, lambda: 2
+  clips, tile_program.CLIPS = tile_program.CLIPS, "always"
   try:
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
       yield
   finally:
-    mosaic_sm90.num_cores = cores
+    mosaic_sm90.num_cores, tile_program.CLIPS = cores, clips
 
 
 def measure(run, context: Context, values: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What one program of the quantizer does with its tile of 128x128.
+"""A program of the quantizer: all that happens to a tile of 128x128.
 
 TMA brings the tiles of all matrices into shared memory, where what is still to be computed is
 computed in place (prologues.py). It is read from there twice, as it lies and transposed
@@ -23,7 +23,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -36,7 +35,8 @@ from fp8jax.recipe.quant import Quant
 TILE = 128
 WARPGROUPS = 2  # 1 or 2
 COLUMNS = 32  # of each of several matrices, see above; the width of a swizzled tile: 32 or 64
-# Which casts clip first: "always", those with a "given" scale, "never". See `_cast`.
+# Which casts clip first, see `_cast`: those with a "given" scale, "never", or "always", which an
+# interpreter needs: on a CPU a conversion does not saturate.
 CLIPS = "given"
 # exp(x) is the hardware's 2^(x * log2(e)): off by some |x| * 2^-23, of which BF16 keeps 2^-9.
 APPROX = True
@@ -131,7 +131,7 @@ class Program:
     return [pl.ds(self.first() + start, _ROWS) for start in range(0, self.share, _ROWS)]
 
   def meet(self, barriers):
-    """What any warpgroup wrote to shared memory is there for all."""
+    """Waits until all warpgroups are here and see what each wrote to shared memory."""
     plgpu.commit_smem()
     for barrier in barriers:
       plgpu.barrier_arrive(barrier)
@@ -246,15 +246,9 @@ def _amax_or_nan(x):
 def _cast(x, format: Format, is_given: bool):
   """quantize.cast, or the conversion alone where the hardware's saturates as that does: it is
   cvt.rn.satfinite, to which infinities are too large and NaN is NaN (PTX ISA, cvt)."""
-  if CLIPS == "always" or (CLIPS == "given" and is_given) or _is_interpreted():
+  if CLIPS == "always" or (CLIPS == "given" and is_given):
     return quantize.cast(x, format)
   return x.astype(format.dtype)
-
-
-def _is_interpreted() -> bool:
-  """Whether kernels run on a CPU, where a conversion does not saturate."""
-  # Of plgpu.force_gpu_interpret_mode, which nothing public tells; it is part of jit's key.
-  return config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
 def _scale(amax, quant: Quant):
