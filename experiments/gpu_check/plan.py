@@ -42,6 +42,8 @@ class Family:
 # M, N, K: more tiles than a Hopper has multiprocessors and more steps than the ring has slots; then
 # with partial last tiles along M and N.
 FULL, PARTIAL = (2304, 1792, 1024), (2200, 1728, 1024)
+# One tile for some programs and none for others, part of the last 128 of K, of M and N.
+FEW = ((2048, 128, 192), (2048, 64, 192), (520, 320, 1088))
 # Eight busy clusters of 66; one tile, whose cluster has a second program without rows.
 IDLE = ((456, 448, 384), (128, 128, 256))
 DRY_SHAPES = ((136, 192, 256),)
@@ -88,6 +90,7 @@ def _gemm_families(is_dry: bool) -> dict[str, dict[str, Any]]:
       ("fwd", "fwd", {**WARPGROUP, "stages": 3, "cluster_m": 2}),
       ("wgrad", "wgrad", {**INLINE, "stages": 3, "cluster_m": 2}),
     ]),
+    "gemm_few": _products("gemm_few", DRY_SHAPES if is_dry else FEW, both(None)),
     "gemm_tile112": _products("gemm_tile112", shapes[:1], tile(112, 4)),
     "gemm_tile160": _products("gemm_tile160", shapes[:1], tile(160, 4)),
     # Each product with the producer that it does not have by default.

@@ -27,6 +27,7 @@ from fp8jax.recipe.quant import WHOLE, Quant
 # are the columns of the matrix.
 _SIZES = (2192, 1680, 1024)
 _MATRIX = (400, 272)
+_FEW = 132 * 128 * 128  # elements of a product without a second tile for any multiprocessor
 # The prologues' functions, in NumPy.
 _DEFINITIONS = {
   prologues.RMS_NORM: lambda x, scale, weight: (x * scale[:, None] * weight,),
@@ -69,21 +70,30 @@ def hopper(
 
   Args:
     gemm: a product that kernels.scaled_matmul.mosaic_sm90 supports.
-    shapes: M, N, K of a run; each one's tile configs are tried.
+    shapes: M, N, K of a run; each one's tile configs are tried, and those of so few tiles that no
+      program has a second one are tried themselves, over part of K: theirs is another program.
     sizes: M, N, K of what is multiplied, in BF16 and float32.
 
   Raises:
     UserError: they differ; says where.
   """
-  m, n, k = sizes
-  a, b = _lattice(m, k), _lattice(n, k)
-  lhs, rhs = cast(Quant, gemm.lhs), cast(Quant, gemm.rhs)
-  is_tiled = rhs.tile[0] == tile_config.BLOCK
+  is_tiled = cast(Quant, gemm.rhs).tile[0] == tile_config.BLOCK
   # As runs have them: gradients of weights are float32.
   dtype = jnp.bfloat16 if is_tiled else jnp.float32
   ways = [(d, tile_config.best(*sizes, is_tiled, d)) for d in (jnp.bfloat16, jnp.float32)]
   ways += [(dtype, tile_config.best(*shape, is_tiled, dtype)) for shape in sorted(shapes)]
+  _multiply(gemm, sizes, ways)
+  for m, n, k in sorted(shapes):
+    if m * n <= _FEW:
+      way = dtype, tile_config.best(m, n, k, is_tiled, dtype)
+      _multiply(gemm, (m, n, min(k, 256 + k % tile_config.BLOCK)), [way])
 
+
+def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways):
+  """Multiplies matrices of M, N, K in each way, a dtype and a tile config; raises as `hopper`."""
+  m, n, k = sizes
+  a, b = _lattice(m, k), _lattice(n, k)
+  lhs, rhs = cast(Quant, gemm.lhs), cast(Quant, gemm.rhs)
   # The right one as the weight gradient has it: contraction first.
   make = jax.jit(lambda a, b: (making.quantize_matrix(a, {1: lhs})[0][1],
                                making.quantize_matrix(b.T, {0: rhs})[0][0]))  # fmt: skip
@@ -94,7 +104,7 @@ def hopper(
     got = np.asarray(jax.jit(multiply)(*operands).astype(jnp.float32))
     # Sums are exact in float32, so that BF16 is rounded once, here and there.
     rounded = want.astype(dtype).astype(np.float32)
-    what = f"mosaic_sm90 multiplies {lhs} by {rhs} into {jnp.dtype(dtype)} with {config}"
+    what = f"mosaic_sm90 multiplies {lhs} by {rhs} of {sizes} into {jnp.dtype(dtype)} with {config}"
     _refuse_if_wrong(got, rounded, what, _instead(rhs))
 
 

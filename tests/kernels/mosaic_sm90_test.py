@@ -314,11 +314,11 @@ def test_kernels_are_tried_before_a_run(monkeypatch, name):
     return d.at[3, 5].set(1e6) if config == tuned else d
 
   monkeypatch.setattr(mosaic_sm90_lib, "matmul", seen)
-  self_test.hopper(GEMMS[name], [(512, 1024, 2048)], sizes)
+  self_test.hopper(GEMMS[name], [(264, 136, 2112)], sizes)
   assert dtypes == {jnp.bfloat16, jnp.float32} and tuned in configs
   monkeypatch.setattr(mosaic_sm90_lib, "matmul", broken)
   with pytest.raises(UserError, match=r"1 of .* \[3, 5\] .*kernels.matmul='reference'"):
-    self_test.hopper(GEMMS[name], [(512, 1024, 2048)], sizes)
+    self_test.hopper(GEMMS[name], [(264, 136, 2112)], sizes)
 
 
 def test_producers_are_tried_before_a_run(monkeypatch):

@@ -289,8 +289,11 @@ class _Program:
     return lax.div(rows * columns - first + self.programs - 1, self.programs)
 
   def place(self, tile):
-    """(row, column) of D where this program's tile number `tile` begins."""
-    tile = lax.axis_index("program") + tile * self.programs
+    """(row, column) of D where this program's tile number `tile` begins; beyond its last, of a tile
+    that is there: elsewhere planar_snake may divide by 0, from which the compiler concludes that
+    nobody asks, and drops what does."""
+    rows, columns = self.grid
+    tile = jnp.minimum(lax.axis_index("program") + tile * self.programs, rows * columns - 1)
     i, j = plgpu.planar_snake(tile, self.grid, 0, self.config.raster)
     i = i * self.config.cluster_m + lax.axis_index("cluster")
     return i * self.config.tile_m, j * self.config.tile_n
