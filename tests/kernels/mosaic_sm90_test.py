@@ -300,7 +300,7 @@ def test_kernels_are_tried_before_a_run(monkeypatch, name):
   sizes, dtypes, configs = (144, 160, 256), set(), set()
   monkeypatch.setattr(mosaic_sm90_lib, "num_cores", lambda: 3)
   tuned = Config(tile_n=112, stages=2, producer="inline")
-  lookup = lambda mnk, *_: tuned if mnk == (512, 1024, 2048) else None  # noqa: E731
+  lookup = lambda mnk, *_: tuned if mnk == (264, 136, 2112) else None  # noqa: E731
   monkeypatch.setattr(tile_config, "lookup", lookup)
   multiply = mosaic_sm90_lib.matmul
 
