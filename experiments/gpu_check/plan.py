@@ -7,7 +7,17 @@ module. Families of the stage `correctness` run several at a time, all others al
 import dataclasses
 from typing import Any
 
-STAGES = ("environment", "ceilings", "correctness", "gemm", "elementwise", "rivals", "layer", "cpt")
+STAGES = (
+  "environment",
+  "ceilings",
+  "correctness",
+  "run",
+  "gemm",
+  "elementwise",
+  "rivals",
+  "layer",
+  "cpt",
+)
 MINUTES = 9.0  # that the seconds below add up to
 PARALLEL = 8  # correctness families at one time
 RESERVE = 15.0  # seconds for the report
@@ -157,11 +167,11 @@ def _adam(shape) -> dict[str, dict[str, Any]]:
 
 def _correctness(is_dry: bool) -> list[Family]:
   found = [
-    Family(name, "correctness", "gpu_check.check_gemm", 48, lines)
+    Family(name, "correctness", "gpu_check.check_gemm", 32, lines)
     for name, lines in _gemm_families(is_dry).items()
   ]
   found += [
-    Family(name, "correctness", "gpu_check.check_quantize", 40, lines)
+    Family(name, "correctness", "gpu_check.check_quantize", 24, lines)
     for name, lines in _quantizer_families(is_dry).items()
   ]
   casts = {
@@ -169,15 +179,15 @@ def _correctness(is_dry: bool) -> list[Family]:
     for format in ("e4m3", "e5m2")
     for scale in ("given", "tiles")
   }
-  found.append(Family("casts", "correctness", "gpu_check.check_cast", 40, casts))
+  found.append(Family("casts", "correctness", "gpu_check.check_cast", 24, casts))
   shape = (128, 128) if is_dry else (2176, 1536)
   lines = {f"correctness/prologues/{n}": {"producer": n, "shape": shape} for n in PRODUCERS}
-  found.append(Family("prologues", "correctness", "gpu_check.check_quantize", 40, lines))
+  found.append(Family("prologues", "correctness", "gpu_check.check_quantize", 24, lines))
   lines = {
     f"correctness/adam/{kind}": values
     for kind, values in _adam((24, 256) if is_dry else (5000, 1024)).items()
   }
-  return [*found, Family("adam", "correctness", "gpu_check.check_adam", 50, lines)]
+  return [*found, Family("adam", "correctness", "gpu_check.check_adam", 44, lines)]
 
 
 # --- speed ---------------------------------------------------------------------------------------
@@ -232,8 +242,8 @@ def _speed(is_dry: bool) -> list[Family]:
   adam = _adam((24, 256) if is_dry else WEIGHT)
   prologue = {n: {"producer": n, "shape": matrix} for n in reversed(PRODUCERS)}
   return [
-    Family("gemm_p3", "gemm", "gpu_check.time_gemm", 60, gemms("p3", "fwd", P3, P3_CONFIGS)),
-    Family("gemm_p2", "gemm", "gpu_check.time_gemm", 60, p2),
+    Family("gemm_p3", "gemm", "gpu_check.time_gemm", 40, gemms("p3", "fwd", P3, P3_CONFIGS)),
+    Family("gemm_p2", "gemm", "gpu_check.time_gemm", 50, p2),
     Family("quantize", "elementwise", "gpu_check.time_elementwise", 25,
            {f"quantize/{k}": {"kind": "quantize", **v} for k, v in quantize.items()}),
     Family("prologues_speed", "elementwise", "gpu_check.time_elementwise", 25,
@@ -252,7 +262,7 @@ RIVAL_SHAPES = {
 
 def _rivals(is_dry: bool) -> list[Family]:
   return [
-    Family(f"rival_{name}", "rivals", "gpu_check.time_rivals", 12, {
+    Family(f"rival_{name}", "rivals", "gpu_check.time_rivals", 6 if name == "deep_gemm" else 20, {
       f"rival/{name}/{label}": {
         "rival": name, "product": product, "shape": DRY_SHAPES[0] if is_dry else shape
       }
@@ -265,10 +275,16 @@ def _rivals(is_dry: bool) -> list[Family]:
 def _layer(is_dry: bool) -> Family:
   tokens = 128 if is_dry else 8192
   names = ("bf16", "block_128") if is_dry else ("bf16", "block_128", "tensor_current")
-  return Family("layer", "layer", "gpu_check.layer", 80, {
+  return Family("layer", "layer", "gpu_check.layer", 70, {
     f"layer/{recipe}": {"recipe": recipe, "tokens": tokens, "model": "dry" if is_dry else "7b"}
     for recipe in names
   })  # fmt: skip
+
+
+def _runs(is_dry: bool) -> Family:
+  names = ("block_128",) if is_dry else ("block_128", "bf16")
+  return Family("run", "run", "gpu_check.run", 80,
+                {f"run/{recipe}": {"recipe": recipe} for recipe in names})  # fmt: skip
 
 
 def families(is_dry: bool = False, cpt: dict[str, Any] | None = None) -> list[Family]:
@@ -287,6 +303,7 @@ def families(is_dry: bool = False, cpt: dict[str, Any] | None = None) -> list[Fa
     }),
     Family("ceilings", "ceilings", "gpu_check.ceilings", 25, ceilings),
     *_correctness(is_dry),
+    _runs(is_dry),
     *_speed(is_dry),
     *_rivals(is_dry),
     _layer(is_dry),

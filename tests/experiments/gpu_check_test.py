@@ -35,6 +35,7 @@ from gpu_check import (  # noqa: E402
   programs,
   records,
   report,
+  run,
   time_gemm,
   worker,
 )
@@ -358,6 +359,18 @@ def test_the_fate_of_setmaxnreg_is_read(report_of_ptxas, registers, fate):
 # --- models --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("loss, verdict", [(3.2, ""), (3.3, "on a CPU"), (float("nan"), "on a CPU"),
+                                           (None, "None")])  # fmt: skip
+def test_a_run_is_held_against_the_cpu(loss, verdict):
+  first = {"step": 0, "heldout/main/block_128/loss": 5.2, "heldout/main/bf16/loss": 5.2}
+  last = {"step": 12, "heldout/main/block_128/loss": loss, "heldout/main/bf16/loss": 3.05}
+  if not verdict:
+    assert run.judge([first, last], "block_128")["held_out"] == loss
+    return
+  with pytest.raises(worker.Wrong, match=verdict):
+    run.judge([first, last], "block_128")
+
+
 def test_time_between_kernels_is_seen():
   found = layer.of_events([("a", 1e6, 2e6), ("b", 4e6, 1e6), ("a", 5e6, 1e6)])
   assert (found["busy_ms"], found["span_ms"], found["launches"]) == (4.0, 5.0, 3)
@@ -556,7 +569,12 @@ def test_every_shape_lowers_for_an_h200():
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
   assert done.returncode == 0, done.stderr[-4000:]
   found = json.loads(done.stdout.splitlines()[-1])
-  without = ("environment/", "rival/", "cpt/")  # JAX compiles these elsewhere, or not at all
+  without = (
+    "environment/",
+    "rival/",
+    "cpt/",
+    "run/",
+  )  # JAX compiles these elsewhere, or not at all
   lines = {n for f in plan.families() for n in f.lines if not n.startswith(without)}
   assert set(found) == lines
   assert not {name: why for name, why in found.items() if why}
