@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.kernels.gemm import mosaic_sm90, tile_config
+from fp8jax.kernels.gemm import mosaic_sm90, tile_config, tile_program
 from fp8jax.kernels.gemm.tile_config import Config
 from fp8jax.quantization import scaled_matrix
 
@@ -67,8 +67,8 @@ def test_every_slot_begins_where_tma_may_write():
     tile_config.check(config, jnp.float32)
     a, b = (shape((256, 512), jnp.float8_e4m3fn),) * 2
     scales = shape((4, 256), jnp.float32)
-    of = mosaic_sm90._Global(shape((256, 256), jnp.float32), a, b, scales, scales)
-    memory = mosaic_sm90._Program(config, 132, True, False, of).memory()
+    of = tile_program.Global(shape((256, 256), jnp.float32), a, b, scales, scales)
+    memory = tile_program.Program(config, 132, True, False, of).memory()
     for ref in memory[:4]:
       assert ref.shape[0] == config.stages
       assert math.prod(ref.shape[1:]) * jnp.dtype(ref.dtype).itemsize % 128 == 0, (tile_n, ref)
