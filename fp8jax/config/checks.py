@@ -66,6 +66,7 @@ def lora_problems(c: Any) -> list[str]:
     ("optim.in_backward", c.optim.in_backward, False, "most of a layer is frozen, nothing to save"),
     ("precision.smooth_swiglu", c.precision.smooth_swiglu, "none",
      "its channel scales belong into weights that are frozen"),
+    ("optim.sparsity", c.optim.sparsity, "none", "merged adapters fill zeros of their base"),
   )  # fmt: skip
   return [
     f"{key}={value!r} with model.lora.rank={c.model.lora.rank}: {why}; set {key}={needed!r}, or "

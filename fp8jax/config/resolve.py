@@ -31,7 +31,7 @@ from fp8jax.models.hf import config as hf_config_lib
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import residuals, site, site_tree
-from fp8jax.optim import groups, optimizers, param_stats, storage
+from fp8jax.optim import groups, optimizers, param_stats, sparsity, storage
 from fp8jax.recipe.gemm import PASSES
 from fp8jax.step import settings
 from fp8jax.step.train_spec import TrainSpec
@@ -187,6 +187,8 @@ def _model(c: Config, folder: str, its_key: str) -> model_config.ModelConfig:
   if model.lora and not texts:
     layers = transformer.linear_layers(model)
     texts += lora.problems(model.lora, model.hidden_size, layers, storage.FROZEN)
+  if c.optim.sparsity != sparsity.NONE and not texts:
+    texts += sparsity.problems(transformer.params(model), model.dims)
   if texts:
     raise ConfigError(texts)
   return model

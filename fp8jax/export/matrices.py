@@ -33,10 +33,11 @@ def row(w, made: Codes, matrix: Matrix) -> dict[str, Any]:
 
   Returns:
     snr_db of the dequantized codes (infinite without error), the share of elements that saturated
-    and of nonzero elements that became zero, the extreme scales, whether the codes were kept, and
-    the ratios of the largest scale and of the input scale to those of the amaxes that training or
-    a calibration saw (amax / the format's maximum), None where there is none: a scale of a power of
-    two has up to 2, one with a margin m at least 2^m, one that shares an amax at least 1.
+    and of nonzero elements that became zero, the extreme scales, whether the codes were kept,
+    whether they are 2:4 sparse, and the ratios of the largest scale and of the input scale to those
+    of the amaxes that training or a calibration saw (amax / the format's maximum), None where there
+    is none: a scale of a power of two has up to 2, one with a margin m at least 2^m, one that
+    shares an amax at least 1.
   """
   x, quant, inputs = np.asarray(w, np.float32).T, matrix.quant, matrix.scheme.inputs
   # Squares of float32 leave its range; a power of two changes no share and no ratio.
@@ -51,9 +52,17 @@ def row(w, made: Codes, matrix: Matrix) -> dict[str, Any]:
     "snr_db": s["snr_db"], "saturated": s["saturation"], "flushed": s["underflow"],
     "smallest_scale": float(grid.min()), "largest_scale": largest, "kept": matrix.is_trained,
     "scale_ratio": _ratio(largest, known.get("w"), quant.format.max),
-    "input_scale": matrix.input_scale,
+    "two_of_four": _is_two_of_four(made.data), "input_scale": matrix.input_scale,
     "input_scale_ratio": inputs and _ratio(matrix.input_scale, known.get("x"), reach(inputs)),
   }  # fmt: skip
+
+
+def _is_two_of_four(data: np.ndarray) -> bool:
+  """Whether of every four codes along the inputs at most two are not 0."""
+  if data.shape[1] % 4:
+    return False
+  used = np.asarray(data).astype(np.float32).reshape(-1, 4) != 0
+  return bool(used.sum(-1).max(initial=0) <= 2)
 
 
 def reach(quant: Quant) -> float:

@@ -14,7 +14,7 @@ from fp8jax.generation.settings import COMPUTE
 from fp8jax.models import transformer
 from fp8jax.models.attention_gqa import KEY
 from fp8jax.models.config import ModelConfig
-from fp8jax.models.hf.schemes import MODELOPT
+from fp8jax.models.hf import kv_scales as kv_scales_lib
 from fp8jax.recipe.quant import WHOLE
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step.train_spec import TrainSpec
@@ -47,10 +47,8 @@ def kv_scales(params, spec: TrainSpec, texts: list[Batch], method: str) -> dict[
 
   for b in texts:
     largest = np.maximum(largest, jax.device_get(amaxes(params, b.inputs, b.counts_BL, spec.run)))
-  # The names that vLLM 0.32 reads (weight_utils.py: maybe_remap_kv_scale_name).
-  place = "self_attn.{0}_proj.{0}_scale" if method == MODELOPT else "self_attn.{0}_scale"
   return {
-    f"model.layers.{i}.{place.format(kv)}": float(amax / np.float32(E4M3.max)) or 1.0
+    kv_scales_lib.name(i, kv, method): float(amax / np.float32(E4M3.max)) or 1.0
     for kv, of_layers in zip("kv", largest, strict=True)
     for i, amax in enumerate(of_layers)
   }

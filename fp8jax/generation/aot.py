@@ -1,5 +1,6 @@
 """A decoding step lowered for GPUs that need not be here, weights in the form of generation."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -38,7 +39,8 @@ def lower(spec: train_spec.TrainSpec, devices, rows: int, length: int, cache_for
     there = SingleDeviceSharding(devices[0]) if mesh is None else NamedSharding(mesh, place)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
 
-  cache = jax.tree.map(lambda x: put(x, *run.layout.act_spec("NBMGK"[: x.ndim])), slots.cache)
+  entries = slots.cache.of_entries(lambda x: put(x, *run.layout.act_spec("NBMGK"[: x.ndim])))
+  cache = dataclasses.replace(entries, scales=jax.tree.map(put, entries.scales))
   vectors: Any = map(put, (slots.tokens_B, slots.positions_B, slots.seeds_B))
   static = functools.partial(decode.decode, method=method_of(Sampling()), cfg=cfg, run=run)
   options = choose.compiler_options(spec.device)

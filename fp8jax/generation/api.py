@@ -17,11 +17,12 @@ from fp8jax.generation import batching, weights
 from fp8jax.generation import cache as cache_lib
 from fp8jax.generation.completion import ERROR, Completion, Growing
 from fp8jax.generation.sampling import row_seed
-from fp8jax.generation.settings import CACHE_FORMATS, COMPUTE, Sampling
+from fp8jax.generation.settings import CACHE_FORMATS, COMPUTE, FOLDER, Sampling
 from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import kv_scales
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
@@ -62,7 +63,8 @@ class Generator:
         vocabulary over those of H and G, F and V; weights lie as Layout.served says.
       slots: sequences that are decoded together, rounded up to a multiple of the devices that rows
         are split over.
-      cache_format: "compute" for run.dtype, "e4m3" or "e4m3_rotated".
+      cache_format: "compute" for run.dtype, or another of settings.CACHE_FORMATS; "e4m3_folder"
+        takes the scales of keys and values of `folder`.
       max_length: positions of the cache; 0 takes as many as a call needs. A fixed number makes
         completions independent, to the bit, of the lengths of a call's other prompts.
 
@@ -91,7 +93,8 @@ class Generator:
     run = dataclasses.replace(run, attention=attention, layout=run.layout.served())
     self._dtype = run.dtype
     options = choose.compiler_options(device)
-    self._engine = batching.Engine(cfg, run, slots, cache_format, options)
+    scales = kv_scales.read(folder, cfg) if cache_format == FOLDER else None
+    self._engine = batching.Engine(cfg, run, slots, cache_format, options, scales)
     self.take(params, sites)
 
   def take(self, params, sites):

@@ -81,12 +81,14 @@ class Engine:
   """
 
   def __init__(
-    self, cfg: ModelConfig, run: ComputeConfig, rows: int, cache_format: str, compiler_options=None
-  ):
+    self, cfg: ModelConfig, run: ComputeConfig, rows: int, cache_format: str, compiler_options=None,
+    kv_scales=None,
+  ):  # fmt: skip
     """
     Args:
       rows: slots; the next multiple of the devices that rows are split over.
       cache_format: of settings.CACHE_FORMATS.
+      kv_scales: see KVCache.zeros.
     """
     self._shards = run.layout.size(run.layout.act_axes("B"))
     self.rows, self.cfg = -(-rows // self._shards) * self._shards, cfg
@@ -97,8 +99,9 @@ class Engine:
       return jax.jit(static, compiler_options=compiler_options, **options)
 
     self._empty = functools.partial(
-      decode.Slots.empty, cfg, self.rows, format_=cache_format, dtype=run.dtype, layout=run.layout
-    )
+      decode.Slots.empty, cfg, self.rows, format_=cache_format, dtype=run.dtype, layout=run.layout,
+      scales=kv_scales,
+    )  # fmt: skip
     if run.layout.mesh is not None:  # no device has room for all of it
       self._empty = jax.jit(self._empty, static_argnames="length")
     self._prefill = program(decode.prefill, static_argnames="method", donate_argnums=2)

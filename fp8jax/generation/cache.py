@@ -11,7 +11,9 @@ Formats: the compute dtype, or E4M3 with a float32 scale for every head of every
 its K channels as they are written (value = data * scale, as everywhere). In "e4m3_rotated" keys are
 rotated before that, and queries with them, so that no score changes: the rounding of channels that
 are large in both is spread over the head (FlashAttention-3, arXiv:2407.08608 §3.3). It does not pay
-against one such channel, which is exact as the largest of its head.
+against one such channel, which is exact as the largest of its head. "e4m3_folder" has a folder's
+calibrated scales instead, one for a layer's keys and one for its values (kv_cache_scheme of
+compressed-tensors), as servers cache; the first tokens of a prompt read their own keys unrounded.
 
 Source: the cache of FP8 inference engines has one scale per tensor or head, from a calibration;
 a scale per token and head needs none and costs 4 / K bytes per element.
@@ -23,10 +25,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from fp8jax import axes
 from fp8jax.formats import E4M3
-from fp8jax.generation.settings import COMPUTE, ROTATED
+from fp8jax.generation.settings import COMPUTE, FOLDER, ROTATED
 from fp8jax.models.config import ModelConfig
 from fp8jax.ops import collectives
 from fp8jax.ops.attention import attention, cached_attention
@@ -44,22 +47,26 @@ class Entries:
 
   Attributes:
     data: the compute dtype, or E4M3.
-    scale: float32 without K, or None for the compute dtype.
+    scale: float32 without K, or None for the compute dtype and for scales of a folder.
   """
 
   data: jax.Array
   scale: jax.Array | None
 
   @classmethod
-  def of(cls, x, format_: str) -> "Entries":
-    """Entries of an array [..., heads, K]."""
+  def of(cls, x, format_: str, scale: Any = None) -> "Entries":
+    """Entries of an array [..., heads, K]; `scale` is the folder's, of FOLDER."""
     if format_ == COMPUTE:
       return cls(x, None)
+    if format_ == FOLDER:
+      return cls(quantize.cast(x.astype(jnp.float32) * (1 / scale), E4M3), None)
     made = quantize.quantize(x.reshape(-1, x.shape[-1]), _QUANT)
     return cls(made.data.reshape(x.shape), made.scale.reshape(x.shape[:-1]))
 
-  def value(self, dtype):
-    """The array, in `dtype`."""
+  def value(self, dtype, scale=None):
+    """The array, in `dtype`; `scale` is the folder's, of FOLDER."""
+    if scale is not None:
+      return (self.data.astype(jnp.float32) * scale).astype(dtype)
     if self.scale is None:
       return self.data.astype(dtype)
     return (self.data.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
@@ -75,33 +82,38 @@ class KVCache:
     v: values.
     format: of settings.CACHE_FORMATS.
     layout: of activations.
+    scales: float32 [N, 2] of a folder's keys and values, or [2] of a layer; None of entries, and
+      of the other formats.
   """
 
   k: Entries
   v: Entries
   format: str = dataclasses.field(metadata=dict(static=True))
   layout: axes.Layout = dataclasses.field(default=axes.LOCAL, metadata=dict(static=True))
+  scales: jax.Array | None = None
 
   @classmethod
   def zeros(
     cls, cfg: ModelConfig, rows: int, length: int, format_: str, dtype,
-    layout: axes.Layout = axes.LOCAL,
+    layout: axes.Layout = axes.LOCAL, scales=None,
   ) -> "KVCache":  # fmt: skip
-    """An empty cache of so many rows and positions."""
+    """An empty cache of so many rows and positions; `scales` are those of FOLDER, else 1."""
     shape = (cfg.num_layers, rows, length, cfg.num_kv_heads, cfg.head_dim)
 
     def one():
-      if format_ == COMPUTE:
-        return Entries(jnp.zeros(shape, dtype), None)
+      if format_ in (COMPUTE, FOLDER):
+        return Entries(jnp.zeros(shape, E4M3.dtype if format_ == FOLDER else dtype), None)
       return Entries(jnp.zeros(shape, E4M3.dtype), jnp.ones(shape[:-1], jnp.float32))
 
-    return cls(one(), one(), format_, layout)
+    if format_ == FOLDER:
+      scales = jnp.ones((shape[0], 2)) if scales is None else jnp.asarray(scales, jnp.float32)
+    return cls(one(), one(), format_, layout, scales)
 
   def attend(self, q_BLHK, k_BLGK, v_BLGK, positions_BL, implementation):
     """(attention of new tokens to the cache of a layer and themselves, their entries)."""
     del implementation  # no fused kernel reads these formats
     q, kv, positions = map(self.layout.act_spec, ("BLHK", "BLGK", "BL"))
-    in_specs = (self._specs("BMGK"), q, kv, kv, positions)
+    in_specs = (self._specs("BMGK", self.scales is not None), q, kv, kv, positions)
     run = collectives.on_mesh(_attend, self.layout, in_specs, (q, self._specs("BLGK")))
     return run(self, q_BLHK, k_BLGK, v_BLGK, positions_BL)
 
@@ -124,18 +136,25 @@ class KVCache:
 
       return jax.tree.map(one, cache, added)
 
+    scales, added = self.scales, dataclasses.replace(added, scales=None)
     rows, positions = map(self.layout.act_spec, ("B", "BL"))
     whole = self._specs("NBMGK")
     in_specs = (whole, self._specs("NBLGK"), rows, positions)
     run = collectives.on_mesh(local, self.layout, in_specs, whole)
-    return run(self, added, rows_R, positions_RL)
+    written = run(dataclasses.replace(self, scales=None), added, rows_R, positions_RL)
+    return dataclasses.replace(written, scales=scales)
 
-  def _specs(self, letters: str) -> "KVCache":
-    return _specs(letters, self.format, self.layout)
+  def _specs(self, letters: str, has_scales: bool = False) -> "KVCache":
+    return _specs(letters, self.format, self.layout, has_scales)
+
+  def of_entries(self, change) -> "KVCache":
+    """The cache with another array for each of k's and v's: change(array)."""
+    k, v = jax.tree.map(change, (self.k, self.v))
+    return dataclasses.replace(self, k=k, v=v)
 
   def placed(self) -> "KVCache":
     """The cache of all layers where it belongs, inside a program."""
-    return jax.tree.map(lambda x: axes.constrain(x, "NBMGK"[: x.ndim], self.layout), self)
+    return self.of_entries(lambda x: axes.constrain(x, "NBMGK"[: x.ndim], self.layout))
 
   @property
   def length(self) -> int:
@@ -153,6 +172,7 @@ class NoPast:
 
   format: str = dataclasses.field(metadata=dict(static=True))
   layout: axes.Layout = dataclasses.field(default=axes.LOCAL, metadata=dict(static=True))
+  scales: jax.Array | None = None
 
   def attend(self, q_BLHK, k_BLGK, v_BLGK, positions_BL, implementation):
     """(causal attention, entries of the tokens)."""
@@ -160,30 +180,38 @@ class NoPast:
     mixed = attention(q_BLHK, k_BLGK, v_BLGK, None, implementation, self.layout)
     local = functools.partial(_entries, format_=self.format, layout=self.layout)
     kv, out = self.layout.act_spec("BLGK"), _specs("BLGK", self.format, self.layout)
-    return mixed, collectives.on_mesh(local, self.layout, (kv, kv), out)(k_BLGK, v_BLGK)
+    whole = None if self.scales is None else PartitionSpec()
+    run = collectives.on_mesh(local, self.layout, (kv, kv, whole), out)
+    return mixed, run(k_BLGK, v_BLGK, self.scales)
 
 
-def _specs(letters: str, format_: str, layout: axes.Layout) -> KVCache:
-  """PartitionSpecs of entries with these letters."""
+def _specs(letters: str, format_: str, layout: axes.Layout, has_scales: bool = False) -> KVCache:
+  """PartitionSpecs of entries with these letters; scales of a folder are on every device."""
   of_data, of_scale = map(layout.act_spec, (letters, letters[:-1]))
-  one: Any = Entries(of_data, None if format_ == COMPUTE else of_scale)  # type: ignore
-  return KVCache(one, one, format_, layout)
+  one: Any = Entries(of_data, None if format_ in (COMPUTE, FOLDER) else of_scale)  # type: ignore
+  return KVCache(one, one, format_, layout, PartitionSpec() if has_scales else None)  # type: ignore
 
 
 def _attend(cache: KVCache, q_BLHK, k_BLGK, v_BLGK, positions_BL):
   """KVCache.attend of one device's rows and heads."""
-  added = _entries(k_BLGK, v_BLGK, cache.format, cache.layout)
+  added = _entries(k_BLGK, v_BLGK, cache.scales, cache.format, cache.layout)
+  past, scales = dataclasses.replace(cache, scales=None), _of_both(cache.scales)
   rows = jnp.arange(q_BLHK.shape[0])[:, None]
-  full = jax.tree.map(lambda past, new: past.at[rows, positions_BL].set(new), cache, added)
+  full = jax.tree.map(lambda past, new: past.at[rows, positions_BL].set(new), past, added)
   dtype = q_BLHK.dtype
   q_BLHK = _rotated(q_BLHK, cache.format).astype(dtype)
-  mixed = cached_attention(q_BLHK, full.k.value(dtype), full.v.value(dtype), positions_BL)
-  return mixed, added
+  k, v = (of.value(dtype, scale) for of, scale in zip((full.k, full.v), scales))
+  return cached_attention(q_BLHK, k, v, positions_BL), added
 
 
-def _entries(k_BLGK, v_BLGK, format_: str, layout: axes.Layout) -> KVCache:
-  k = Entries.of(_rotated(k_BLGK, format_), format_)
-  return KVCache(k, Entries.of(v_BLGK, format_), format_, layout)
+def _of_both(scales):
+  return (None, None) if scales is None else (scales[0], scales[1])
+
+
+def _entries(k_BLGK, v_BLGK, scales, format_: str, layout: axes.Layout) -> KVCache:
+  of_k, of_v = _of_both(scales)
+  k = Entries.of(_rotated(k_BLGK, format_), format_, of_k)
+  return KVCache(k, Entries.of(v_BLGK, format_, of_v), format_, layout)
 
 
 def _rotated(x, format_: str):
@@ -196,5 +224,6 @@ def _rotated(x, format_: str):
 
 def bytes_per_token(cfg: ModelConfig, format_: str, itemsize: int) -> int:
   """Bytes that one token takes in the cache, keys and values of all layers."""
-  per_head = cfg.head_dim * itemsize if format_ == COMPUTE else cfg.head_dim + 4
+  each = {COMPUTE: itemsize * cfg.head_dim, FOLDER: cfg.head_dim}
+  per_head = each.get(format_, cfg.head_dim + 4)
   return 2 * cfg.num_layers * cfg.num_kv_heads * per_head

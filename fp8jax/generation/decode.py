@@ -40,11 +40,11 @@ class Slots:
   @classmethod
   def empty(
     cls, cfg: ModelConfig, rows: int, length: int, format_: str, dtype,
-    layout: axes.Layout = axes.LOCAL,
+    layout: axes.Layout = axes.LOCAL, scales=None,
   ) -> "Slots":  # fmt: skip
-    """So many slots without a sequence."""
+    """So many slots without a sequence; see KVCache.zeros."""
     zeros = jnp.zeros(rows, jnp.int32)
-    cache = cache_lib.KVCache.zeros(cfg, rows, length, format_, dtype, layout)
+    cache = cache_lib.KVCache.zeros(cfg, rows, length, format_, dtype, layout, scales)
     return cls(cache, zeros, zeros + 0, zeros.astype(jnp.uint32)).placed()
 
   def cleared(self, row: int) -> "Slots":
@@ -55,7 +55,7 @@ class Slots:
       is_row = is_row_B.reshape(1, -1, *(1,) * (x.ndim - 2))
       return jnp.where(is_row, jnp.zeros((), x.dtype), x)
 
-    cache, tokens_B = jax.tree.map(zeros, self.cache), jnp.where(is_row_B, 0, self.tokens_B)
+    cache, tokens_B = self.cache.of_entries(zeros), jnp.where(is_row_B, 0, self.tokens_B)
     return dataclasses.replace(self, cache=cache, tokens_B=tokens_B).placed()
 
   def placed(self) -> "Slots":
@@ -81,7 +81,7 @@ def prefill(
   )
   positions_RL = jnp.broadcast_to(jnp.arange(tokens_RL.shape[1]), tokens_RL.shape)
   batch = {"tokens_BL": tokens_RL, "positions_BL": positions_RL}
-  past = {KEY: cache_lib.NoPast(slots.cache.format, run.layout)}
+  past = {KEY: cache_lib.NoPast(slots.cache.format, run.layout, slots.cache.scales)}
   h_RLD, aux = transformer.hidden_and_aux(params, sites, batch, cfg, run, past)
   last_RLD = jnp.take_along_axis(h_RLD, lengths_R[:, None, None] - 1, axis=1)
   logits_RLV = transformer.head_logits(last_RLD, params, sites, cfg)

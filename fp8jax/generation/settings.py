@@ -7,7 +7,7 @@ from fp8jax.keys import NOTHING, key, section
 from fp8jax.models.config import EVAL_PRECISIONS
 
 # Of the cache of keys and values.
-CACHE_FORMATS = COMPUTE, FP8, ROTATED = "compute", "e4m3", "e4m3_rotated"
+CACHE_FORMATS = COMPUTE, FP8, ROTATED, FOLDER = "compute", "e4m3", "e4m3_rotated", "e4m3_folder"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,10 @@ class Generate:
   precision: str = key("recipe", 'forward pass: "recipe" (that of training) or "bf16"',
     choices=EVAL_PRECISIONS)
   cache_format: str = key("compute", 'Keys and values of past tokens: "compute" '
-    '(precision.compute_dtype), "e4m3" with a float32 scale per head of every token, or '
+    '(precision.compute_dtype), "e4m3" with a float32 scale per head of every token; '
     '"e4m3_rotated": the same with queries and keys in a Hadamard rotation of every head, against '
-    "several channels that are large in both.",
+    "several channels that are large in both; \"e4m3_folder\", by the scales of keys and values "
+    "that export.kv_cache writes.",
     choices=CACHE_FORMATS)
   slots: int = key(8, "sequences that are decoded together", least=1)
   max_length: int = key(0, "tokens of prompt and completion a slot holds; 0: as many as needed",

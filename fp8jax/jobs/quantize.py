@@ -18,6 +18,7 @@ from fp8jax.export.fp8 import Stored, site_of
 from fp8jax.export.settings import Export
 from fp8jax.models.hf import names, schemes
 from fp8jax.ops import site_tree, stored_params
+from fp8jax.optim import sparsity
 from fp8jax.ptq import apply, methods
 from fp8jax.ptq import run as ptq_run
 from fp8jax.ptq.settings import Quantize
@@ -94,6 +95,12 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   for recipe in dict.fromkeys(of_layers.values()):
     if recipe.fwd.rhs is not None:
       problems.attempt(functools.partial(_scheme, recipe, spec.of(Export)))
+  filling = [methods.name_of(m) for m in chosen if isinstance(m, methods.FILLING)]
+  problems.check(
+    not filling or spec.optim.sparsity == sparsity.NONE,
+    f"quantize.methods={filling} with optim.sparsity={spec.optim.sparsity!r}: they move zeros of "
+    "the mask; leave them out (awq, smooth_quant and equalize keep zeros)",
+  )
   return [*problems.found, *methods.check(chosen, of_layers, spec.model)]
 
 

@@ -59,7 +59,7 @@ class Saver:
       self._clock.go_on(before, metrics_writer.last_logged(self._workdir, "elapsed_seconds"))
       return self._restored(self.checkpoints, steps[-1], out)
     if not spec.init.workdir:
-      state, self._weights_dtype = start_lib.fresh(spec, self._workdir)
+      state, self._weights_dtype = start_lib.fresh(spec, self._workdir, out)
       return state, 0
     workdir = start_lib.source(spec.init.workdir)
     if spec.init.weights_only:

@@ -12,6 +12,7 @@ from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import UserError
 from fp8jax.export import write
 from fp8jax.generation import api
+from fp8jax.jobs import start_codes
 from fp8jax.models import lora
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import peft
@@ -26,13 +27,20 @@ from fp8jax.step.state import State
 _SETTINGS = "generation_config.json"
 
 
-def fresh(spec: train_spec.TrainSpec, workdir: str) -> tuple[State, str]:
-  """(a state with random weights or those of init.hf, the dtype that an export restores)."""
+def fresh(spec: train_spec.TrainSpec, workdir: str, out: rich.console.Console) -> tuple[State, str]:
+  """(a state with random weights or those of init.hf, the dtype that an export restores).
+
+  Raises:
+    UserError: see start_codes.StartCodes.
+  """
   source = spec.init.hf
   if not source:
     _note_ends(spec, workdir)
     return train_step.make_state(spec), "bfloat16"
-  params, dtype = hf_weights.load_params(source, spec.model, spec.run.layout)
+  codes = start_codes.StartCodes(spec)
+  params, dtype = hf_weights.load_params(source, spec.model, spec.run.layout, values=codes)
+  for line in codes.lines():
+    out.print(line)
   params = peft.added(params, spec.init.adapters, spec.model, spec.run.layout)
   _keep_files(spec, source, workdir)
   return train_step.make_state(spec, params), dtype

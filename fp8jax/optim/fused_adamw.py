@@ -39,7 +39,7 @@ def choose(leaf: ParamOptimizer, master, state, device: Device, wanted: str) -> 
     return leaf
   if leaf.rule is None:
     return dataclasses.replace(
-      leaf, note="the kernel computes AdamW alone, its decay times the rate"
+      leaf, note="the kernel computes AdamW alone, without masks, its decay times the rate"
     )
   local, mu, nu = jax.tree.map(_local, (master, state[0].mu, state[0].nu))
   for moment in (mu, nu):

@@ -18,7 +18,7 @@ from fp8jax import params as params_lib
 from fp8jax.errors import UserError
 from fp8jax.kernels.adamw.reference import AdamWHparams
 from fp8jax.keys import EXECUTION, key, section
-from fp8jax.optim import quantized_moments, storage
+from fp8jax.optim import quantized_moments, sparsity, storage
 from fp8jax.optim.schedule import schedule
 from fp8jax.params import Param
 
@@ -165,6 +165,9 @@ class OptimizerConfig:
   on_nonfinite: str = key("stop", "At a loss, gradient or GEMM operand with a NaN or infinity: "
     '"stop", or "skip" the update and count. A dynamic loss scale is halved first, and stops at '
     "the smallest scale, 2^-24.", choices=("stop", "skip"), affects=EXECUTION, mapped=True)
+  sparsity: str = key("none", '"2:4": of every four weights along the contraction of a linear '
+    "layer only the two of largest magnitude at the start are ever other than 0 (arXiv:2104.08378)",
+    choices=sparsity.CHOICES, mapped=True)
   steps: int = 0
   width: int = 0
   # fmt: on
@@ -259,6 +262,7 @@ class ParamOptimizer:
     apply: see Optimizer.
     decay: step -> share of the value that a step takes, whatever its rate; None where the
       transformation has the decay.
+    sparse: axis of the contraction whose weights are 2:4 sparse; None: dense.
   """
 
   path: str
@@ -276,6 +280,7 @@ class ParamOptimizer:
   inputs: int = 0
   apply: Callable[[Any, Any, Any], Any] | None = None
   decay: optax.Schedule | None = None
+  sparse: int | None = None
 
   @property
   def gradient_dtype(self):
@@ -327,9 +332,11 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0, base: str = "bf16
         rule = AdamWHparams(optim.b1, optim.b2, optim.eps, optim.weight_decay)
     formats = (storage.MASTERS[optim.master_format], storage.GRADIENTS[optim.grad_format])
     master, gradient = formats if p.decay else (None, None)
+    sparse = sparsity.axis_of(path, p) if optim.sparsity == sparsity.TWO_OF_FOUR else None
+    rule = rule if sparse is None else None  # the kernel has no masks
     return ParamOptimizer(
       path, transformation, master, gradient, lead, own, p.decay, rule, apply=optimizer.apply,
-      decay=decay,
+      decay=decay, sparse=sparse,
     )  # fmt: skip
 
   return params_lib.unflatten(

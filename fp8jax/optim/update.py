@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import params as params_lib
 from fp8jax.axes import Layout
-from fp8jax.optim import fused_adamw, gradients, storage
+from fp8jax.optim import fused_adamw, gradients, sparsity, storage
 from fp8jax.optim.optimizers import ParamOptimizer
 from fp8jax.quantization import quantized_tensor, stored_matrix
 from fp8jax.quantization.bf16_remainder import SplitFloat32
@@ -82,6 +82,8 @@ def init(leaf: ParamOptimizer, param):
     master = storage.store_frozen(param, leaf.master, inputs=leaf.inputs, lead=leaf.lead)
   else:
     key = jax.random.key(leaf.seed)
+    if leaf.sparse is not None:
+      param = sparsity.kept(param, param, leaf.sparse)
     master = storage.store_master(param, leaf.master, lead=leaf.lead, key=key)
   return leaf.transformation.init(param), master
 
@@ -214,6 +216,9 @@ def update_param(
     change = -rate * jnp.asarray(update) if applied is None else applied - value
     if leaf.decay is not None:
       change = change - leaf.decay(args.step) * value
+    if leaf.sparse is not None:
+      applied = sparsity.kept(value + change if applied is None else applied, value, leaf.sparse)
+      change = applied - value
     axes = tuple(range(1, value.ndim)) if by_layer else None
     squares = jnp.stack([jnp.sum(jnp.square(x), axis=axes) for x in (change, value)], axis=-1)
     updated = optax.apply_updates(value, change) if applied is None else applied

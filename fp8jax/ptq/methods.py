@@ -112,6 +112,8 @@ ORDER = tuple(METHODS.values())
 CODES = (RoundToNearest, Gptq, LearnedRounding)
 # Each chooses the scales of the same channels.
 CHANNELS = (SmoothQuant, Awq)
+# Each makes other numbers of weights that are 0.
+FILLING = (Rotate, Gptq, LearnedRounding)
 # The reason why a method cannot make codes of a Quant; "" without any.
 PROBLEMS: dict[type, Callable[[Quant], str]] = {
   Gptq: gptq.problem, LearnedRounding: learned_rounding.problem,

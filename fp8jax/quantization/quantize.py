@@ -251,8 +251,8 @@ def _cast(x, quant: Quant, amax_axes, amaxes, key, with_values) -> scaled_matrix
     of_both = _unbiased(values, data, scale, quant.rotation.size // quant.tile[1], key)
   wide = None
   if with_values:
-    wide = _as_lies(data.astype(jnp.float32) * of_both[:, None, :, None], x)
-  data = _as_lies(data, x).astype(quant.format.dtype)
+    wide = as_lies(data.astype(jnp.float32) * of_both[:, None, :, None], x)
+  data = as_lies(data, x).astype(quant.format.dtype)
   return scaled_matrix.ScaledMatrix(data, of_both, quant.tile, wide)
 
 
@@ -280,7 +280,7 @@ def tiled(x, quant: Quant):
   return padded.astype(jnp.float32).reshape(rows, extents[0], cols, extents[1])
 
 
-def _as_lies(tiles, x):
+def as_lies(tiles, x):
   """[tiles, rows, tiles, columns] as the matrix x that they are of, without padding."""
   rows, columns = tiles.shape[0] * tiles.shape[1], tiles.shape[2] * tiles.shape[3]
   return tiles.reshape(rows, columns)[: x.shape[0], : x.shape[1]]

@@ -7,6 +7,10 @@ codes with a smaller one: whatever w is, its largest element is divided by amax 
 the code max. A power of two that rounds up is the scale of every amax above max / 2 and up to max
 times it: largest codes from max / 2 can be had. That of max / 2 itself takes an element one float32
 ulp larger than what it stands for. Below it no weights will do, either.
+
+Of such a tile one element can be raised to the format's largest: the scale is then the given one,
+and this code alone is another. Each tile takes the raised element or its plain values, whichever
+errs less. Codes beyond the format's largest, -8 of INT4 as others write it, become the largest.
 """
 
 from typing import NamedTuple
@@ -14,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fp8jax.quantization import quantize
+from fp8jax.quantization import quantize, scaled_matrix
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.recipe.quant import Quant, Scale
 
@@ -23,7 +27,7 @@ class StartValues(NamedTuple):
   """Weights for given codes.
 
   Attributes:
-    weights: float32 [rows, contraction], the codes' values (or one ulp larger, see the top).
+    weights: float32 [rows, contraction], the codes' values but for what the top says.
     differing: float32 scalar, the share of elements whose code is another at the first step.
     error: float32 scalar, the norm of what the first step multiplies less the codes' values, over
       the norm of these; 0 where other codes under another scale are the same values.
@@ -49,12 +53,33 @@ def start_values(codes: ScaledMatrix, quant: Quant) -> StartValues:
       f"codes with a scale per {codes.tile} are no weights of {quant}: expected its tile, rounding "
       "to nearest and no rotation; train with the recipe that the codes were made for"
     )
-  values, data = codes.dequantize(), codes.in_one_piece().data.astype(jnp.float32)
-  weights = values
+  values, own = codes.dequantize(), codes.in_one_piece().data.astype(jnp.float32)
+  data = jnp.clip(own, -quant.format.max, quant.format.max)
+  scale = scaled_matrix.per_element(codes.scale, codes.tile, codes.shape)
+  plain = data * scale
   if quant.scale is Scale.POW2:
-    away = jnp.nextafter(values, jnp.copysign(jnp.inf, values))
-    weights = jnp.where(jnp.abs(data) == quant.format.max / 2, away, values)
+    away = jnp.nextafter(plain, jnp.copysign(jnp.inf, plain))
+    plain = jnp.where(jnp.abs(data) == quant.format.max / 2, away, plain)
+  raised = _with_largest(data, quant) * scale
+
+  def errors(weights):
+    missed = quantize.quantize(weights, quant).dequantize() - values
+    return jnp.sum(quantize.tiled(jnp.square(missed), quant), axis=(1, 3))
+
+  is_raised = scaled_matrix.per_element(errors(raised) < errors(plain), codes.tile, codes.shape)
+  weights = jnp.where(is_raised, raised, plain)
   again = quantize.quantize(weights, quant)
-  differing = jnp.mean(again.data.astype(jnp.float32) != data, dtype=jnp.float32)
+  differing = jnp.mean(again.data.astype(jnp.float32) != own, dtype=jnp.float32)
   norm = jnp.maximum(jnp.linalg.norm(values), jnp.finfo(jnp.float32).tiny)
   return StartValues(weights, differing, jnp.linalg.norm(again.dequantize() - values) / norm)
+
+
+def _with_largest(data, quant: Quant):
+  """Codes [rows, contraction] whose first largest of every tile is the format's largest."""
+  tiles = quantize.tiled(data, quant)
+  flat = jnp.swapaxes(tiles, 1, 2)  # [tiles of rows, tiles, rows, columns]
+  lists = flat.reshape(*flat.shape[:2], -1)
+  is_first = jnp.arange(lists.shape[-1]) == jnp.argmax(jnp.abs(lists), axis=-1)[..., None]
+  largest = jnp.copysign(jnp.float32(quant.format.max), lists)
+  lists = jnp.where(is_first & (lists != 0), largest, lists)
+  return quantize.as_lies(jnp.swapaxes(lists.reshape(flat.shape), 1, 2), data)

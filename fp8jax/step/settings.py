@@ -70,6 +70,9 @@ class Init:
   step: int = key(-1, "its checkpoint; -1 is the newest")
   weights_only: bool = key(False, "Of init.workdir the weights alone: another stage, with its own "
     "data, schedule and recipe, a fresh optimizer, and scales from its own first batch.")
+  requantize: bool = key(False, "Whether codes of init.hf may be rounded a second time, by a "
+    "recipe that has no such codes. Without it training starts from weights that its recipe "
+    "rounds to the folder's codes, as far as there are any.")
   nudge: bool = key(False, "Start from weights one float32 ulp larger: the twin of a run, whose "
     "difference from it is the noise floor of the recipe.", affects=RESULT, mapped=True)
 

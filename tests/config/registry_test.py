@@ -61,21 +61,21 @@ ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   weights.hf eval.tasks eval.data_dir eval.train_data eval.compare_with export.input_scales
   export.gate_text export.client_python export.push_to noise.text generate.prompts generate.out
   optim.moment_format distill.teacher quantize.text"""
-IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only kernels.optimizer
-  kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy memory.save_gemm_inputs
-  memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos data.workers data.prefetch
-  mesh.data mesh.fsdp mesh.tensor sharding.weights sharding.acts"""
+IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
+  kernels.optimizer kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy
+  memory.save_gemm_inputs memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos
+  data.workers data.prefetch mesh.data mesh.fsdp mesh.tensor sharding.weights sharding.acts"""
 NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "calibrate",
                "sensitivity", "search", "noise", "prepare", "generate", "plan_inference",
                "precision.verify_fp8_gemms")  # fmt: skip
-NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only model.lora.rank
-  model.lora.alpha model.lora.targets model.lora.base precision.sensitivity precision.schedule
-  precision.policy precision.calibration kernels.optimizer memory.gpu_fraction data.chat_template
-  data.template_date data.samples_per_step data.epochs data.on_untrained optim.moment_format
-  distill.weight distill.temperature distill.teacher
-  optim.master_format optim.grad_format optim.in_backward loss_scale.kind eval.every
-  checkpoint.every checkpoint.keep checkpoint.accept_changes log.tracker log.profile
-  log.tensor_stats_every log.param_stats log.source_loss log.alarms"""
+NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
+  model.lora.rank model.lora.alpha model.lora.targets model.lora.base precision.sensitivity
+  precision.schedule precision.policy precision.calibration kernels.optimizer memory.gpu_fraction
+  data.chat_template data.template_date data.samples_per_step data.epochs data.on_untrained
+  optim.moment_format distill.weight distill.temperature distill.teacher optim.master_format
+  optim.grad_format optim.in_backward loss_scale.kind eval.every checkpoint.every checkpoint.keep
+  checkpoint.accept_changes log.tracker log.profile log.tensor_stats_every log.param_stats
+  log.source_loss log.alarms"""
 
 
 def test_bounds_choices_and_consequences_are_those_of_the_table():

@@ -100,6 +100,9 @@ REFUSED = {
     {"quantize.methods": ("learned_rounding",),
      "precision.rules": (("layers/.*", "lns8"), ("head", "bf16"))}, "logarithmic",
   ),
+  "zeros that would be filled": (
+    {"quantize.methods": ("gptq",), "optim.sparsity": "2:4"}, "they move zeros of the mask"
+  ),
   "no text": ({"quantize.text": "nowhere.txt"}, "quantize.text"),
   "too little text": (
     {"quantize.tokens": 100_000, "quantize.methods": ("gptq",)}, "set quantize.tokens=2304"

@@ -41,7 +41,8 @@ def _codes(rng, quant: Quant, largest: float, rows=6, tiles=4):
 def test_codes_come_back_exactly_where_the_scale_does(rng, quant, largest, differs):
   codes, values = _codes(rng, quant, largest)
   weights, share, error = start_values(codes, quant)
-  np.testing.assert_allclose(weights, values, rtol=2.0**-22)
+  if not differs:
+    np.testing.assert_allclose(weights, values, rtol=2.0**-22)
   rule = quant.scale.value
   data, scale = oracle.quantize(weights, quant.format.name, quant.tile, rule)
   other = data.astype(np.float64) != codes.data.astype(np.float64)
@@ -51,6 +52,27 @@ def test_codes_come_back_exactly_where_the_scale_does(rng, quant, largest, diffe
     np.testing.assert_allclose(error, missed, rtol=1e-5)
   # Twice E2M1's codes up to 2 are codes too: the same values under half the scale.
   assert bool(error > 1e-6) == (differs and (quant, largest) != (_MX4, 2))
+
+
+@pytest.mark.parametrize("largest", [6, -8])
+def test_of_a_tile_whose_scale_is_lost_one_code_is(rng, largest):
+  """6 of INT4 becomes 7, and -8, as others write it, -7: under the given scale, which stays."""
+  codes, values = _codes(rng, _INT4, 6)
+  data = np.asarray(codes.data, np.int8).copy()
+  k = _INT4.tile[1]
+  data[:, ::k] = largest
+  for at in range(1, k):  # no second element of that size
+    part = data[:, at::k]
+    part[np.abs(part) >= 6] = 5
+  scale = np.repeat(codes.scale, k, axis=1)[:, : data.shape[1]].astype(np.float64)
+  weights, share, error = start_values(ScaledMatrix(data, codes.scale, codes.tile), _INT4)
+  again, _ = oracle.quantize(weights, "int4", _INT4.tile, "f32")
+  want = data.copy()
+  want[:, ::k] = np.copysign(7, largest)
+  np.testing.assert_array_equal(again.astype(np.int8), want)
+  assert share == pytest.approx(codes.scale.size / data.size)
+  missed = np.linalg.norm(codes.scale.astype(np.float64))
+  assert error == pytest.approx(missed / np.linalg.norm(data * scale), rel=1e-5)
 
 
 def test_no_weights_round_to_codes_whose_largest_is_below_the_formats(rng):

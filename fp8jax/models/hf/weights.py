@@ -10,7 +10,7 @@ import glob
 import json
 import os
 import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, cast
 
 import jax
@@ -44,16 +44,21 @@ def _open_file(path: str):
     raise UserError(f"{path} is no whole safetensors file ({e}); fetch it again") from e
 
 
+# (name, codes, scheme) of a quantized weight -> float32 [out, in].
+Values = Callable[[str, schemes.Codes, Scheme], np.ndarray]
+
+
 class Folder:
   """The safetensors of a folder, by tensor name. Opens files as needed, one tensor at a time."""
 
-  def __init__(self, folder: str, file: str = ""):
+  def __init__(self, folder: str, file: str = "", values: Values | None = None):
     """
     Args:
       folder: or an id of the Hugging Face hub.
       file: name of the one file to read, of adapters; "" for those of a model.
+      values: of quantized matrices; None: code * scale.
     """
-    self.folder, self.quantization = hub.local(folder), None
+    self.folder, self.quantization, self._values = hub.local(folder), None, values
     index = os.path.join(self.folder, INDEX)
     if file:
       with _open_file(os.path.join(self.folder, file)) as f:
@@ -139,11 +144,12 @@ class Folder:
     return scheme.unpacked(self.read, weight, f"{self.folder!r}: ")
 
   def read_float(self, name: str) -> np.ndarray:
-    """A weight as numbers: of a quantized matrix code * scale in float32, else as it is stored."""
+    """A weight as numbers: of a quantized matrix its values in float32, else as it is stored."""
     scheme = self.scheme(name) if name.endswith("_proj.weight") else None
-    return (
-      self.read(name) if scheme is None else schemes.dequantize(self.read_codes(name), scheme.tile)
-    )
+    if scheme is None:
+      return self.read(name)
+    of, codes = self._values, self.read_codes(name)
+    return of(name, codes, scheme) if of else schemes.dequantize(codes, scheme.tile)
 
   @functools.cached_property
   def described(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -189,8 +195,7 @@ def check(folder: Folder, cfg: ModelConfig) -> str:
       f"{folder.folder!r} does not hold the {cfg.architecture} model its config "
       f"describes:\n{shown}{more}"
     )
-  codes = {code: dtype for dtype, code in CODES.items()}
-  dtypes = {codes[have[n][1]] for n in plain}
+  dtypes = {dtype for dtype, code in CODES.items() if any(have[n][1] == code for n in plain)}
   return dtypes.pop() if len(dtypes) == 1 else "float32"  # no 16-bit format holds the other's
 
 
@@ -226,6 +231,7 @@ def _is_ignorable(name: str, cfg: ModelConfig) -> bool:
 def load_params(
   source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL,
   codes_of: Collection[str] | Mapping[str, Collection[Quant | None]] = (),
+  values: Values | None = None,
 ):  # fmt: skip
   """float32 parameters of a Hugging Face folder, sharded at birth.
 
@@ -237,11 +243,12 @@ def load_params(
     codes_of: paths of weights, "layers/mlp/up", that are StoredMatrix too where the folder has
       codes of every layer's in one scheme; of a mapping, where they are compatible with all of the
       Quants that its layers are multiplied in.
+    values: see Folder.
 
   Returns:
     (parameter tree, dtype name of the file's weights)
   """
-  folder = Folder(source)
+  folder = Folder(source, values=values)
   stored = dataclasses.replace(cfg, vocab_size=hf_config.read_config(source).vocab_size)
   dtype = check(folder, stored)
   entries = names.entries(cfg)

@@ -1,0 +1,73 @@
+"""A cache with a folder's scales of keys and values: its codes, and attention that reads them."""
+
+import dataclasses
+
+import harness
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from fp8jax.data.tokenize import Tokenizer
+from fp8jax.errors import UserError
+from fp8jax.generation import api
+from fp8jax.models import presets, transformer
+from fp8jax.models.config import ComputeConfig
+from fp8jax.models.hf import kv_scales
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ops import site_tree
+
+_CFG = dataclasses.replace(presets.DEBUG, **harness.BLOCKS)
+
+
+def _attention(q, k, v):
+  """Causal, in float64, of [B, L, heads, K]; the queries of a group share a head."""
+  k, v = (np.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+  scores = np.einsum("blhk,bmhk->bhlm", q, k) / np.sqrt(q.shape[-1])
+  scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
+  p = np.exp(scores - scores.max(-1, keepdims=True))
+  return np.einsum("bhlm,bmhk->blhk", p / p.sum(-1, keepdims=True), v)
+
+
+def test_generation_rounds_keys_and_values_to_the_folders_scales(tmp_path, rng):
+  folder = harness.folder_of_blocks(tmp_path)
+  with pytest.raises(UserError, match=r"layers\.0\.self_attn\.k_scale.*cache_format='e4m3'"):
+    kv_scales.read(str(folder), _CFG)
+  # So small that the largest saturate.
+  scales = ((1 + rng.random((_CFG.num_layers, 2))) / 448).astype(np.float32)
+  tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+  for (layer, which), scale in np.ndenumerate(scales):
+    tensors[f"model.layers.{layer}.self_attn.{'kv'[which]}_scale"] = np.full(1, scale)
+  safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+  params, _ = hf_weights.load_params(str(folder), _CFG)
+  sites = site_tree.build_sites(transformer.site_params(_CFG), _CFG.dims, ((".*", "bf16"),))
+  of_folder = dict(end_ids=(), slots=2, cache_format="e4m3_folder", folder=str(folder))
+  made = api.Generator(params, sites, _CFG, ComputeConfig(), Tokenizer("bytes"), **of_folder)
+  assert made.cache_bytes_per_token == 2 * _CFG.num_layers * _CFG.num_kv_heads * _CFG.head_dim
+  slots = made._engine._empty(length=6)
+  np.testing.assert_array_equal(slots.cleared(1).cache.scales, scales)
+
+  q, k, v = (2 * rng.standard_normal((2, 6, n, _CFG.head_dim)).astype(np.float32)
+             for n in (_CFG.num_heads, *(_CFG.num_kv_heads,) * 2))  # fmt: skip
+  positions = np.tile(np.arange(6), (2, 1))
+  layer = jax.tree.map(lambda x: x[1], slots.cache)
+  mixed, added = jax.jit(lambda *x: layer.attend(*x, "xla"))(q, k, v, positions)
+  codes = []
+  for x, scale, entries in zip((k, v), scales[1].astype(np.float64), (added.k, added.v)):
+    exact = np.clip(x.astype(np.float64) / scale, -448, 448)
+    codes.append(exact.astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale)
+    assert (np.abs(exact) == 448).any()
+    np.testing.assert_array_equal(np.asarray(entries.data).astype(np.float64) * scale, codes[-1])
+  np.testing.assert_allclose(mixed, _attention(q.astype(np.float64), *codes), rtol=1e-5, atol=1e-5)
+  # The next call reads what was written, under the same scales.
+  stacked = jax.tree.map(lambda x: jnp.stack([x, x]), added)
+  written = slots.cache.write(stacked, jnp.arange(2), positions)
+  np.testing.assert_array_equal(written.scales, scales)
+  np.testing.assert_array_equal(written.v.data[1], added.v.data)
+
+
+def test_names_are_those_of_servers():
+  wanted = [kv_scales.name(3, "k", method) for method in ("compressed-tensors", "modelopt")]
+  assert wanted == ["model.layers.3.self_attn.k_scale", "model.layers.3.self_attn.k_proj.k_scale"]

@@ -1,0 +1,131 @@
+"""Training from a quantized folder begins from weights that its recipe rounds to its codes."""
+
+import dataclasses
+
+import harness
+import jax
+import numpy as np
+import oracle
+import pytest
+
+from fp8jax import params as params_lib
+from fp8jax.errors import UserError
+from fp8jax.export import fp8 as fp8_export
+from fp8jax.export import served, write
+from fp8jax.jobs import start
+from fp8jax.models import presets, transformer
+from fp8jax.models.hf import names
+from fp8jax.ops import site_tree, stored_params
+from fp8jax.recipe.quant import WHOLE
+from fp8jax.recipe.served import SERVED
+
+_CFG = dataclasses.replace(presets.DEBUG, **harness.BLOCKS, init_std=0.05)
+# The largest code of every tile but the last, which has the second: GPTQ leaves such tiles.
+_LARGEST = {"int4": (7, 6), "int8": (127, 126), "e4m3": (448, 416), "e2m1": (6, 4)}
+_GRID = {
+  "int8": range(0, 126, 5),
+  "e2m1": (0, 0.5, 1, 1.5, 2, 3),
+  "e4m3": (0, 0.125, 3, 7.5, 40, 208),
+}
+
+
+def _drawn(rng, quant, shape):
+  """(codes, their float32 scales): as a method leaves them, not as rounding does."""
+  grid = np.array(_GRID.get(quant.format.name, range(6)), np.float32)
+  data = rng.choice(grid, shape) * rng.choice([-1, 1], shape)
+  rows, k = (n if t == WHOLE else t for n, t in zip(shape, quant.tile))
+  data[::rows, ::k] = _LARGEST[quant.format.name][0]
+  if quant.scale.value != "e4m3_over_f32":
+    data[-rows, -k] = _LARGEST[quant.format.name][1]
+  grid = (shape[0] // rows, shape[1] // k)
+  scale = np.float32(1 + rng.random(grid)) / 16
+  if quant.scale.value == "pow2":
+    data[:rows, :k] = np.sign(data[:rows, :k])
+    data[0, 0] = quant.format.max / 2  # rounding gives it the next power of two
+    scale = np.ldexp(np.float32(1), rng.integers(-6, -2, grid)).astype(np.float32)
+  if quant.scale.value == "e4m3_over_f32":
+    scale = np.round(scale * 128).astype(np.float32) / 2**12
+    scale[0, 0] = 448 / 2**12
+  return data.astype(quant.format.dtype), scale
+
+
+def _folder(folder, name, rng):
+  """{weight: (codes, scales)} of a folder in a recipe's format."""
+  recipe, codes, stored = SERVED[name], {}, {}
+  quant = recipe.fwd.rhs
+  linears = [e for e in names.entries(_CFG) if e.layer is not None and e.inputs is not None]
+  scheme = served.scheme(quant, recipe.fwd.lhs)
+  for e in linears:
+    codes[e.name] = _drawn(rng, quant, e.hf_shape(_CFG.dims))
+    factor = 2.0**-12 if scheme.layout.tensor_scale else None
+    read = lambda name=e.name: codes[name]  # noqa: E731
+    stored[e.name] = fp8_export.Stored(quant, read, None, factor, scheme)
+  rules = (("head", "bf16"), ("layers/.*", name))
+  recipes = site_tree.recipes_of(site_tree.build_sites(
+    transformer.site_params(_CFG), _CFG.dims, rules, backends=site_tree.Backends("reference"),
+  ))  # fmt: skip
+  plan = fp8_export.choose(
+    names.entries(_CFG), _CFG.dims, recipes, scheme, follows=True, stored=stored
+  )
+  weights = params_lib.init(jax.random.key(0), transformer.params(_CFG), _CFG.dims)
+  write.save(str(folder), write.model(weights, _CFG, "bfloat16", fp8=plan))
+  (folder / "tokenizer_config.json").write_text("{}")
+  return codes
+
+
+def _start(tmp_path, folder, recipe, **changes):
+  """(the parameters of a state that the trainer begins with, what it prints)."""
+  own = {f"model.{key}": None for key in harness.THREE_LAYERS}
+  spec = harness.text_spec(recipe, **own, **{
+    "model.preset": "hf", "init.hf": str(folder), "data.tokenizer": "bytes", "seq_len": 32,
+    **changes,
+  })  # fmt: skip
+  said = []
+  console = type("Out", (), {"print": lambda _, line: said.append(line)})()
+  state, _ = start.fresh(spec, str(tmp_path / "run"), console)
+  return params_lib.flatten(jax.device_get(stored_params.dequantize_tree(state.params))), "\n".join(
+    said
+  )
+
+
+@pytest.mark.parametrize(
+  "recipe, changes",
+  [
+    ("w4a16", {}), ("w4a16", {"model.lora.rank": 2, "model.lora.base": "bf16"}), ("int8", {}),
+    ("fp8_block", {}), ("mxfp4a16", {}), ("nvfp4a16", {}),
+  ],
+)  # fmt: skip
+def test_the_first_step_multiplies_the_codes_of_the_folder(tmp_path, rng, recipe, changes):
+  codes, quant = _folder(tmp_path / "hf", recipe, rng), SERVED[recipe].fwd.rhs
+  flat, said = _start(tmp_path, tmp_path / "hf", recipe, **changes)
+  is_lost = quant.scale.value == "f32"  # one code a matrix, and no more
+  for e in names.entries(_CFG):
+    if e.name not in codes:
+      continue
+    data, scale = codes[e.name]
+    w = flat[e.path][e.layer].reshape(e.hf_shape(_CFG.dims)[::-1]).T
+    again, of_w = oracle.quantize(w, quant.format.name, quant.tile, quant.scale.value)
+    differs = again.astype(np.float32) != data.astype(np.float32)
+    assert differs.sum() == is_lost, e.name
+    for axis, t in enumerate(quant.tile):
+      scale = np.repeat(scale, data.shape[axis] if t == WHOLE else t, axis)
+    of_codes = scale[: data.shape[0], : data.shape[1]]
+    np.testing.assert_allclose(of_w, of_codes, rtol=2.0**-8 if changes else 2.0**-22)
+  lines = [line for line in said.splitlines() if line.startswith("starts from codes of ")]
+  assert len(lines) == 7 and all(("relative error" in x) == is_lost for x in lines)
+  assert is_lost or all(line.endswith("all kept") for line in lines)
+  assert any("lora" in path for path in flat) == bool(changes)
+
+
+def test_another_format_or_tile_is_refused_unless_asked_for(tmp_path, rng):
+  codes = _folder(tmp_path / "hf", "w4a16", rng)
+  for recipe in ("w4a16_g64", "fp8_dynamic"):
+    with pytest.raises(UserError, match="second time.*train with one of w4a16, .*requantize=True"):
+      _start(tmp_path, tmp_path / "hf", recipe)
+  name = "model.layers.1.mlp.up_proj.weight"
+  data, scale = codes[name]
+  want = data.astype(np.float32) * np.repeat(scale, 128, 1)
+  for recipe, changes in (("bf16", {}), ("fp8_dynamic", {"init.requantize": True})):
+    flat, said = _start(tmp_path, tmp_path / "hf", recipe, **changes)
+    np.testing.assert_array_equal(flat["layers/mlp/up"][1].T, want)
+    assert ("14 matrices of" in said) == bool(changes)
