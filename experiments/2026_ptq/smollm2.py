@@ -83,14 +83,14 @@ def spec_of(recipe: str, folder: str = MODEL):
   return resolve.resolve(c, 1, choose.current_device(), needs=needs)
 
 
-def texts(spec) -> dict[str, list[divergence.Batch]]:
-  """{"manual", "brown": windows}."""
+def texts(spec, tokens: int = TOKENS) -> dict[str, list[divergence.Batch]]:
+  """{"manual", "brown": windows of at least so many tokens}."""
   files = sorted((ROOT / "assets/corpora/brown").glob("*.txt"))[-40:]
   with tempfile.NamedTemporaryFile("w", suffix=".txt") as f:
     f.write("\n\n".join(path.read_text() for path in files))
     f.flush()
-    brown = divergence.batches(spec, divergence.Wanted(TOKENS, f.name, "brown_"))
-  return {"manual": divergence.batches(spec, divergence.Wanted(TOKENS, "", "manual_")),
+    brown = divergence.batches(spec, divergence.Wanted(tokens, f.name, "brown_"))
+  return {"manual": divergence.batches(spec, divergence.Wanted(tokens, "", "manual_")),
           "brown": brown}  # fmt: skip
 
 

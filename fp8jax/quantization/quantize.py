@@ -66,7 +66,8 @@ def amax_to_scale(amax, format: Format, kind: Scale, margin: int = 0):
     amax: float32, any shape, in the tensor's own units; may be 0, inf or NaN (gives 1).
     format: that the tile will be stored in.
     kind: any with one scale per tile: not ONE, NONE, nor E4M3_OVER_F32 (`two_level_scale`).
-    margin: the scale is 2^margin times as large, which leaves as much unused above amax.
+    margin: the scale is 2^margin times as large, which leaves as much unused above amax; GAUDI2's
+      is that of an amax so much larger.
   """
   amax = amax.astype(jnp.float32)
   if kind is Scale.F32:
@@ -74,14 +75,18 @@ def amax_to_scale(amax, format: Format, kind: Scale, margin: int = 0):
   elif kind is Scale.FLOOR_4_3:
     scale = _power_of_two(amax, format, Scale.FLOOR) * np.float32(4 / 3)
   elif kind is Scale.GAUDI2:
+    # The margin is of the amax: times a power of two, a scale might be none of these.
     scale = sum(
-      jnp.where(amax > np.float32(format.max * 2.0**k), np.float32(2.0 ** (k + 4) - 2.0**k), 0.0)
+      jnp.where(
+        amax > np.float32(format.max * 2.0 ** (k - margin)),
+        np.float32(2.0 ** (k + 4) - 2.0**k), 0.0,
+      )
       for k in (-8, -4, 0)
-    ) + np.float32(2.0**-8)
+    ) + np.float32(2.0**-8)  # fmt: skip
   else:
     scale = _power_of_two(amax, format, kind)
   scale = jnp.maximum(scale, _MIN_SCALE)
-  if margin:
+  if margin and kind is not Scale.GAUDI2:
     factor = np.float32(2.0 ** np.clip(margin, -126, 126))
     scale = jnp.clip(scale * factor, _MIN_SCALE, _MAX_SCALE)
   is_usable = (amax >= _MIN_SCALE) & (amax < jnp.inf)
