@@ -1,10 +1,12 @@
 """The training state: carried from step to step and stored in checkpoints."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 @jax.tree_util.register_dataclass
@@ -54,8 +56,25 @@ class StepFn:
   def _own(self) -> dict[str, Any]:
     return {"key": self.key} | ({} if self.teacher is None else {"teacher": self.teacher})
 
-  def __call__(self, *args):
-    return self.jitted(*args, **self._own)
+  @functools.cached_property
+  def _placed(self) -> dict[Any, jax.Array]:
+    """The key by the sharding that it was placed in."""
+    return {}
+
+  def __call__(self, state, *args):
+    return self.jitted(state, *args, **self._own | {"key": self._beside(state)})
+
+  def _beside(self, state):
+    """The key on the state's devices: from the host it would be a transfer that nobody asked for,
+    which the loop of training refuses (jax.transfer_guard), where a recipe draws random bits."""
+    if isinstance(state.step, jax.core.Tracer):
+      return self.key
+    where = state.step.sharding
+    if where not in self._placed:
+      is_named = isinstance(where, NamedSharding)
+      there = NamedSharding(where.mesh, PartitionSpec()) if is_named else where
+      self._placed[where] = jax.device_put(self.key, there)
+    return self._placed[where]
 
   def lower(self, *args):
     return self.jitted.lower(*args, **self._own)

@@ -5,17 +5,20 @@ Every draw is recorded while the step runs: once per microbatch, layer, chunk an
 
 import collections
 import dataclasses
+from types import SimpleNamespace
 
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import fp8jax
 from fp8jax.optim import update
 from fp8jax.quantization import rounding
 from fp8jax.step import train_step
+from fp8jax.step.state import StepFn
 
 
 class Draws:
@@ -123,3 +126,22 @@ def test_seeds_share_one_program_and_draw_their_own(rng):
   sites = specs[0].sites()
   norms = [step(jax.tree.map(jnp.copy, state), batch, sites)[1]["grad_norm"] for step in steps]
   assert norms[0] != norms[1]
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_the_key_is_no_transfer_that_nobody_asked_for(devices):
+  """In the loop of training a NumPy key would be one, where the program draws from it."""
+  mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+  there = NamedSharding(mesh, PartitionSpec())
+  where = there if devices > 1 else jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  state = SimpleNamespace(step=jax.device_put(jnp.int32(3), where))
+  draw = jax.jit(lambda state, x, *, key: x + jax.random.bits(key, x.shape))
+  x = jax.device_put(jnp.zeros(4, jnp.uint32), there if devices > 1 else where)
+  key = np.asarray([0, 7], np.uint32)
+  take = StepFn(lambda state, x, *, key: draw(None, x, key=key), key)
+  with jax.transfer_guard("disallow"):
+    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+      draw(None, x, key=key)
+    found = [take(state, x) for _ in range(2)]
+  want = np.asarray(jax.random.bits(jnp.asarray(key), (4,)))
+  np.testing.assert_array_equal(np.stack([np.asarray(f) for f in found]), np.stack([want] * 2))

@@ -5,7 +5,7 @@ or per 1x128 (weight gradient); both K-major, the only order in which the FP8 ma
 reads shared memory. The algorithm is DeepSeek-V3's (arXiv:2412.19437, §3.5.2): the tensor core adds
 up 128 products with the few bits it keeps, then the sum is scaled and added in float32 registers.
 
-What a program does with its tiles: tile_program.py.
+tile_program.py has the program of each multiprocessor.
 
 Sizes: M, N and K are anything. The last tile over M, N or K reads zeros beyond the edge and stores
 nothing there. Mosaic's TMA moves whole swizzled tiles: M in eights, K in 128s or 64s (the swizzle

@@ -1,4 +1,4 @@
-"""What one program of the Hopper GEMM does with its tiles of D.
+"""The program of one multiprocessor in the Hopper GEMM, and its tiles of D.
 
   grid      One program per SM, for good. It takes one output tile after the other, in an order in
             which tiles of one time share rows of A and columns of B in L2 (`place`).
@@ -85,7 +85,7 @@ class Step(NamedTuple):
 
 
 class State(NamedTuple):
-  """What a consumer carries from step to step.
+  """The values that a consumer carries from step to step.
 
   Attributes:
     slot: of the next step.
