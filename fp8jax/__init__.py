@@ -12,6 +12,7 @@ from fp8jax.ops import site
 from fp8jax.ops.api import dequantize, quantize
 from fp8jax.ops.dots import dot, dot_general
 from fp8jax.optim.quantized_moments import quantized_state, scale_by_adam
+from fp8jax.quantization.convert import mxfp4_to_block_fp8
 from fp8jax.recipe.gemm import Gemm, Recipe
 from fp8jax.recipe.library import RECIPES
 from fp8jax.recipe.quant import Quant, Scale
@@ -20,5 +21,5 @@ __version__ = "0.1.0"
 
 __all__ = [
   "E4M3", "E5M2", "Gemm", "Quant", "RECIPES", "Recipe", "Scale", "__version__", "dequantize", "dot",
-  "dot_general", "quantize", "quantized_state", "scale_by_adam", "site",
+  "dot_general", "mxfp4_to_block_fp8", "quantize", "quantized_state", "scale_by_adam", "site",
 ]  # fmt: skip

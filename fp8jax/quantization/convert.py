@@ -29,9 +29,19 @@ def mxfp4_to_block_fp8(matrix: ScaledMatrix, name: str = "the matrix") -> Scaled
   Returns:
     NumPy's arrays, the scale 1 for a tile of zeros.
 
+  Source: OCP MX v1.0 §6.3 (MXFP4); weight blocks of DeepSeek-V3 (arXiv:2412.19437) §3.3.
+
   Raises:
     ValueError: another format, tile, or scales that are no powers of two.
     UserError: a tile has a number that E4M3 has not under the tile's scale; names it.
+
+  Example:
+    >>> import jax.numpy as jnp, fp8jax
+    >>> from fp8jax.recipe.served import SERVED
+    >>> q = fp8jax.quantize(jnp.linspace(-3, 3, 128).reshape(1, 128), SERVED["mxfp4a16"].fwd.rhs)
+    >>> blocks = fp8jax.mxfp4_to_block_fp8(q)
+    >>> blocks.tile, bool((fp8jax.dequantize(blocks) == fp8jax.dequantize(q)).all())
+    ((128, 128), True)
   """
   data, scale = np.asarray(matrix.data), np.asarray(matrix.scale, np.float32)
   mantissa, exponent = np.frexp(scale)

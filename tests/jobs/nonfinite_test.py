@@ -33,7 +33,9 @@ def poisoned(tmp_path_factory):
   changes = debug_runs.write_corpus(folder / "corpus.jsonl", documents) | {
     "init.hf": str(folder / "hf"), "model.preset": "hf", "data.tokenizer": "bytes", "steps": 5,
     "checkpoint.keep": 5, "log.every": 1, "log.tensorboard": False, "eval.tokens": 0,
-    "precision.rules": (("layers/.*/mlp/up", "block_128"), (".*", "bf16")),
+    "precision.rules": (
+      ("layers/.*/mlp/up", "block_128"), ("layers/.*/attn/q", "w4a16"), (".*", "bf16"),
+    ),
   }  # fmt: skip
   sizes = dict(tie_embeddings=False, hidden_size=128, intermediate_size=128)
   cfg = dataclasses.replace(presets.DEBUG, **sizes)

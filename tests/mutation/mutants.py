@@ -33,51 +33,48 @@ SEED, COUNT = 14, 40
 TIMEOUT = 1500  # seconds per process; the slowest file takes 200 on two idle cores
 
 # The files that join the parts, and the tests that should see a fault there, nearest first.
-_STEP = ("step/integration", "step/loss_scale", "jobs/recipe_schedule", "step/layerwise")
+_STEP = ("step/train_step", "step/loss_scale", "jobs/recipe_schedule", "step/layerwise")
 TESTS = {
   "fp8jax/step/train_step.py": (*_STEP, "step/invariance", "optim/masters"),
   "fp8jax/step/layerwise.py": ("step/layerwise", "compiled/memory"),
   "fp8jax/optim/update.py": (
     "optim/update",
-    "step/integration",
+    "step/train_step",
     "optim/masters",
     "step/layerwise",
   ),
   "fp8jax/optim/gradients.py": (
     "optim/masters",
-    "step/integration",
+    "step/train_step",
     "step/loss_scale",
     "step/invariance",
   ),
-  "fp8jax/data/batch_sharding.py": ("step/integration", "run/multiprocess"),
+  "fp8jax/data/batch_sharding.py": ("step/train_step", "run/multiprocess"),
   "fp8jax/run/evaluator.py": (
-    "step/integration",
-    "jobs/jobs",
     "step/train_step",
+    "jobs/jobs",
     "step/loss_scale",
     "run/multiprocess",
   ),
   "fp8jax/jobs/train.py": (
-    "step/integration",
+    "step/train_step",
     "jobs/jobs",
     "jobs/user_errors",
     "jobs/resume",
-    "step/train_step",
     "jobs/continued_run",
     "run/calibration",
   ),
   "fp8jax/run/checkpoint.py": (
-    "step/integration",
+    "step/train_step",
     "jobs/resume",
     "jobs/jobs",
     "jobs/user_errors",
-    "step/train_step",
   ),
-  "fp8jax/ops/collectives.py": ("step/integration", "ops/linear_on_mesh", "step/invariance"),
+  "fp8jax/ops/collectives.py": ("step/train_step", "ops/linear_on_mesh", "step/invariance"),
   "fp8jax/data/loader.py": (
     "data/loader",
     "data/shuffle",
-    "step/integration",
+    "step/train_step",
     "data/damaged_files",
     "run/multiprocess",
   ),
@@ -95,16 +92,16 @@ TESTS = {
     "config/resolve",
     "optim/masters",
   ),
-  "fp8jax/step/loss_scale.py": ("step/integration", "config/resolve", "step/loss_scale"),
+  "fp8jax/step/loss_scale.py": ("step/train_step", "config/resolve", "step/loss_scale"),
   "fp8jax/quantization/amax_history.py": (
-    "step/integration",
+    "step/train_step",
     "ops/linear",
     "quantization/amax_history",
   ),
   "fp8jax/compiled/fp8_gemms.py": (
     "compiled/fp8_gemms",
     "compiled/accumulation",
-    "step/integration",
+    "step/train_step",
   ),
   "fp8jax/compiled/expected_gemms.py": ("compiled/fp8_gemms", "compiled/accumulation"),
   "fp8jax/compiled/hlo.py": ("compiled/fp8_gemms", "compiled/accumulation"),

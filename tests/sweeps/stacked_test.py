@@ -46,10 +46,10 @@ def _trials(tmp_path, arm, **more):
   return sweep, sweep.trials(str(tmp_path / "out"))
 
 
-# A state of every kind and random bits, in one program.
+# A state of every kind, random bits and weights quantized alone, in one program.
 MIXED = (
   ("head", "bf16"), ("layers/.*/mlp/.*", "nvfp4_sr_rht"), ("layers/.*/attn/o", "fp8lm"),
-  ("layers/.*", "tensor_delayed"),
+  ("layers/.*/attn/v", "mxfp4a16"), ("layers/.*", "tensor_delayed"),
 )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_scales_and_random_bits_are_those_of_separate_runs(tmp_path):
 
 
 @pytest.mark.slow  # two programs per seed and rate
-@pytest.mark.parametrize("arm", ["tensor_current", "tensor_delayed", "fp8lm", "nvfp4_sr_rht"])
+@pytest.mark.parametrize("arm", ["tensor_current", "tensor_delayed", "fp8lm", "nvfp4_sr_rht", "mxfp4a16"])
 def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch, arm):
   """Losses, parameters' norm and held-out losses, with scales and random bits of its own trial."""
   sweep, trials = _trials(tmp_path, arm)
@@ -161,7 +161,7 @@ HONOURED = {
     memory.save_layer_inputs memory.loss_chunk
     optim.optimizer optim.schedule optim.warmup_steps optim.warmup_fraction optim.decay_steps
     optim.b1 optim.b2 optim.eps optim.weight_decay optim.grad_clip_norm optim.clip_groups
-    optim.lr_multipliers optim.base_width optim.decay_by optim.on_nonfinite""",
+    optim.lr_multipliers optim.base_width optim.decay_by optim.on_nonfinite optim.sparsity""",
   "the step of every trial alone is inspected": "precision.verify_fp8_gemms",
   "the loader reads them": """
     data.tokenizer data.eos data.bos data.sources data.heldout_fraction data.cross_document
