@@ -141,10 +141,10 @@ def _models(arms) -> str:
                served.shown(served.kl(windows), ".4f"),
                served.shown(served.loss(windows), "+.2f")]  # fmt: skip
         if name == "INT8":
-          rows.append([*row, "", f"{null:.4f}", ""])
+          rows.append([*row, "", f"{null:.1e}", ""])
           continue
         i = served.kl_against(windows, int8, 16)
-        rows.append([*row, served.shown(i, "+.4f"), f"{null:.4f}", served.word(i, null)])
+        rows.append([*row, served.shown(i, "+.4f"), f"{null:.1e}", served.word(i, null)])
   head = ["SmolLM2", "text", "format", "KL", "loss, %", "KL minus INT8's", "null", ""]
   return tensors.markdown(head, rows)
 

@@ -79,7 +79,7 @@ def table(arms) -> str:
   head, rows, others = ["method"], [], len(arms) - 1
   nulls = {text: served.null(arms.values(), text) for text in served.TEXTS}
   for text, title in served.TEXTS.items():
-    head += [f"KL, {title}", "loss, %", f"KL against {BASE}, null {nulls[text]:.4f}", ""]
+    head += [f"KL, {title}", "loss, %", f"KL against {BASE}, null {nulls[text]:.1e}", ""]
   for name, of in arms.items():
     row = [name]
     for text in served.TEXTS:
