@@ -110,10 +110,11 @@ def of_layer(name: str) -> dict[str, float]:
 
 
 def run(kept: served.Kept, lab: pathlib.Path):
-  model = served.tiny(str(lab / "runs/0p8m-python_docs-bf16-512steps-seed0"), TOKENS)
+  folder = str(lab / "runs/0p8m-python_docs-bf16-512steps-seed0")
+  model = functools.cache(lambda: served.tiny(folder, TOKENS))
   for name, technique in ARMS:
     arm = f"{name}, {technique or 'nearest'}"
-    kept(arm, lambda n=name, t=technique: of_model(model, n, t))
+    kept(arm, lambda n=name, t=technique: of_model(model(), n, t))
   for name in FORMATS:
     kept(f"layer, {name}", lambda n=name: of_layer(n))
 
