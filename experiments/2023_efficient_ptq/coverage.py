@@ -135,7 +135,7 @@ def table(arms) -> str:
         continue
       values = [(n, 100.0 * ((c[arm] <= BAR) - (c[base] <= BAR))) for n, _, c in of]
       i = clustered(values, count)
-      word = "more" if i.low > 0 else "fewer" if i.high < 0 else "no verdict"
+      word = "more" if i.low > 0 else "fewer" if i.high < 0 else "no verdict: too short"
       rows.append([*row, served.shown(i, "+.0f"), word])
   head = ["weights, activations", "scales", "text", "images", "pass",
           "points against INT8", ""]  # fmt: skip

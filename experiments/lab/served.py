@@ -210,22 +210,33 @@ def coded(spec, params, quant: Quant, codes=None):
 # --- numbers of windows --------------------------------------------------------------------------
 
 
+def _ratio(numerators, denominators, count: int) -> statistics.Interval:
+  """sum(numerators) / sum(denominators) with Student's interval over windows, of a linearized ratio
+  (Cochran 1977, section 6.4): a bootstrap of few windows has no tails.
+  """
+  used = denominators > 0
+  ratio = numerators[used].sum() / denominators[used].sum()
+  residuals = (numerators - ratio * denominators)[used] / denominators[used].mean()
+  e = statistics.estimate(residuals, count)
+  return statistics.Interval(float(ratio), float(ratio + e.low), float(ratio + e.high), "student")
+
+
 def kl(windows, count: int = 1) -> statistics.Interval:
   """Nats per token."""
   w = np.asarray(windows)
-  return statistics.bootstrap(w[:, KL], w[:, TOKENS], count=count)
+  return _ratio(w[:, KL], w[:, TOKENS], count)
 
 
 def loss(windows, count: int = 1) -> statistics.Interval:
   """How much higher the loss is, in percent."""
   w = np.asarray(windows)
-  return statistics.bootstrap(100 * (w[:, MADE_LOSS] - w[:, LOSS]), w[:, LOSS], count=count)
+  return _ratio(100 * (w[:, MADE_LOSS] - w[:, LOSS]), w[:, LOSS], count)
 
 
 def kl_against(windows, others, count: int = 1) -> statistics.Interval:
   """KL minus another arm's, paired by window, nats per token."""
   mine, its = np.asarray(windows), np.asarray(others)
-  return statistics.bootstrap(mine[:, KL] - its[:, KL], its[:, TOKENS], count=count)
+  return _ratio(mine[:, KL] - its[:, KL], its[:, TOKENS], count)
 
 
 def null(arms, text: str) -> float:

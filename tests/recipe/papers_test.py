@@ -13,7 +13,7 @@ import tolerances
 
 import fp8jax
 from fp8jax import axes, formats, mesh
-from fp8jax.formats import E2M1, E4M3, E5M2
+from fp8jax.formats import E2M1, E4M3, E4M3_240, E5M2
 from fp8jax.generation import weights
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dots import dot
@@ -33,6 +33,7 @@ from fp8jax.recipe.quant import (
   Rms,
   Rounding,
   Scale,
+  Static,
 )
 from fp8jax.recipe.served import MEASURED, SERVED
 
@@ -390,6 +391,20 @@ def test_scales_at_their_borders(name):
   huge = quantize.amax_to_scale(np.array([1e30, 1e-30, 0, np.inf, np.nan], F32), fmt, Scale(name))
   assert np.all(np.isfinite(huge)) and np.all(huge[2:] == 1)
   assert name != "gaudi2" or (huge[0], huge[1]) == (16, 2.0**-8)
+
+
+def test_gaudis_scales_of_a_calibration_leave_their_back_off_and_stay_the_hardwares():
+  """float64: of the hardware's scales the least under which 2^margin times amax does not saturate,
+  where powers of two times the scale without back-off would be none of these."""
+  quant = Quant(E4M3_240, scale=Scale.GAUDI2, source=Static(2))
+  borders = 240 * 2.0 ** np.array([-10, -6, -2, 2])
+  amax = np.concatenate([np.nextafter(F32(borders), F32(to)) for to in (0, 1e9)] + [F32(borders)])
+  wants = [min([s for s in (2.0**-8, 2.0**-4, 1.0) if 4.0 * float(a) <= 240 * s], default=16.0)
+           for a in amax]  # fmt: skip
+  got = [float(quantize.given_scale(a, quant)[0, 0]) for a in amax]
+  assert got == wants and set(got) == {2.0**-8, 2.0**-4, 1.0, 16.0}
+  with pytest.raises(ValueError, match="'gaudi2', got 'floor'"):
+    dataclasses.replace(quant, scale=Scale.FLOOR)
 
 
 def test_four_thirds_of_floor_saturates_nothing():
