@@ -7,7 +7,7 @@
   step      One output tile is K / 128 steps. The steps of all tiles of a program go through one
             ring, so that copies for the next tile start while the last one is still being written.
             Nothing is divided from one step to the next: slots are counted (`after`), places are
-            found once per tile.
+            computed once per tile.
   fetch     A step lives in a slot of the ring in shared memory. Once both consumers have left the
             slot (`empty`), TMA is told to fill it: A [tile_m, 128], B [tile_n, 128] and the scales
             of rows and columns. When the bytes are there, `full` completes.
