@@ -3,7 +3,7 @@
 what:      train:       200 steps in FP8, a scale per row of each product
            more:        20 steps of its weights in the same recipe, the control
            qat-RECIPE:  20 steps of its weights in a served format; with -24 in a 2:4 mask
-command:   python experiments/2025_torchao/run.py
+command:   bash experiments/2025_torchao/run.sh
 hardware:  any CPU
 expected:  see README.md
 """

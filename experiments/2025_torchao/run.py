@@ -1,6 +1,6 @@
 """Trains, goes on in a served format, writes the folder and reads it back -> results.json, a table.
 
-command: python experiments/2025_torchao/run.py [--workdir DIR] [--client PYTHON]
+command: python experiments/2025_torchao/run.py [--workdir DIR] [--client PYTHON] [ARM ...]
 
 PYTHON has torch, transformers and compressed-tensors: the gate of every folder asks these, too.
 Held-out losses are of one text, in nats per byte: of the trained model, of the same rounded to the
@@ -57,23 +57,20 @@ def zeros(folder: str) -> float:
   return float(np.mean(np.concatenate([v.ravel() for v in values]) == 0))
 
 
-def measure(root: pathlib.Path, client: str) -> dict:
-  trained, last = root / "train", config.STEPS["qat"]
-  sweep.one(f"{CONFIG}:train", str(trained), {}, str(ROOT))
-  own = {"init.workdir": str(trained), "init.weights_only": True}
-  sweep.one(f"{CONFIG}:more", str(root / "more"), own, str(ROOT))
+def measure(arm: str, root: pathlib.Path, client: str) -> dict | None:
+  """The result of an arm that starts from "train"; None of "train" itself and of the control."""
+  own = {"init.workdir": str(root / "train"), "init.weights_only": True} if arm != "train" else {}
+  done, last = sweep.one(f"{CONFIG}:{arm}", str(root / arm), own, str(ROOT)), config.STEPS["qat"]
+  if not arm.startswith("qat-"):
+    return None
   before, after = (losses(root / "more", step)["bf16"] for step in (0, last))
-  arms = {}
-  for arm in config.ARMS[2:]:
-    done = sweep.one(f"{CONFIG}:{arm}", str(root / arm), own, str(ROOT))
-    ptq, qat = (losses(root / arm, step)["recipe"] for step in (0, last))
-    made = export(arm, root / arm, client)
-    arms[arm] = {
-      "trained": before, "ptq": ptq, "qat": qat, "more": after, "gate": made["gate"],
-      "codes_of_training": made["codes_of_training"], "zeros": zeros(f"{root / arm}-folder"),
-      "origin": {k: done.provenance.get(k) for k in KEPT},
-    }  # fmt: skip
-  return arms
+  ptq, qat = (losses(root / arm, step)["recipe"] for step in (0, last))
+  made = export(arm, root / arm, client)
+  return {
+    "trained": before, "ptq": ptq, "qat": qat, "more": after, "gate": made["gate"],
+    "codes_of_training": made["codes_of_training"], "zeros": zeros(f"{root / arm}-folder"),
+    "origin": {k: done.provenance.get(k) for k in KEPT},
+  }  # fmt: skip
 
 
 def table(arms: dict) -> str:
@@ -91,13 +88,17 @@ def table(arms: dict) -> str:
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("arms", nargs="*", metavar="ARM")
   parser.add_argument("--workdir", type=pathlib.Path, default=ROOT / "runs" / "2025_torchao")
   parser.add_argument("--client", default="")
   asked = parser.parse_args()
   os.chdir(ROOT)  # paths of the configuration are relative
-  arms = measure(asked.workdir.resolve(), asked.client)
-  records.write_atomic(str(RESULTS), records.to_json(arms, indent=1) + "\n")
-  print(table(arms))
+  found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+  for arm in asked.arms or config.ARMS:
+    if (result := measure(arm, asked.workdir.resolve(), asked.client)) is not None:
+      found[arm] = result
+      records.write_atomic(str(RESULTS), records.to_json(found, indent=1) + "\n")
+  print(table(found))
 
 
 if __name__ == "__main__":

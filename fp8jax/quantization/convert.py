@@ -43,17 +43,8 @@ def mxfp4_to_block_fp8(matrix: ScaledMatrix, name: str = "the matrix") -> Scaled
     >>> blocks.tile, bool((fp8jax.dequantize(blocks) == fp8jax.dequantize(q)).all())
     ((128, 128), True)
   """
-  data, scale = np.asarray(matrix.data), np.asarray(matrix.scale, np.float32)
-  mantissa, exponent = np.frexp(scale)
-  if matrix.tile != (1, 32) or data.dtype != E2M1.dtype or not (mantissa == 0.5).all():
-    raise ValueError(
-      f"{name}: {data.dtype} with tile={matrix.tile}; expected float4_e2m1fn with a power of two "
-      "per (1, 32)"
-    )
-  rows, columns = data.shape
-  # In float64 no product is rounded or leaves the range.
-  grid = np.repeat(exponent.astype(np.int64) - 1, 32, 1)[:, :columns]
-  values = np.ldexp(data.astype(np.float64), grid)
+  values, grid = _values(matrix, name)
+  rows, columns = values.shape
   tiles = tuple(num_tiles(n, _BLOCK) for n in (rows, columns))
   codes, scales = np.zeros((rows, columns), E4M3.dtype), np.ones(tiles, np.float32)
   for row, column in np.ndindex(*tiles):
@@ -73,3 +64,17 @@ def mxfp4_to_block_fp8(matrix: ScaledMatrix, name: str = "the matrix") -> Scaled
       )
     scales[row, column] = np.ldexp(np.float32(1), shift)
   return ScaledMatrix(codes, scales, (_BLOCK, _BLOCK))  # pyright: ignore  (NumPy's arrays)
+
+
+def _values(matrix: ScaledMatrix, name: str) -> tuple[np.ndarray, np.ndarray]:
+  """(float64 numbers, exponents of their blocks) [rows, columns]; raises as its caller."""
+  data, scale = np.asarray(matrix.data), np.asarray(matrix.scale, np.float32)
+  mantissa, exponent = np.frexp(scale)
+  if matrix.tile != (1, 32) or data.dtype != E2M1.dtype or not (mantissa == 0.5).all():
+    raise ValueError(
+      f"{name}: {data.dtype} with tile={matrix.tile}; expected float4_e2m1fn with a power of two "
+      "per (1, 32)"
+    )
+  # In float64 no product is rounded or leaves the range.
+  grid = np.repeat(exponent.astype(np.int64) - 1, 32, 1)[:, : data.shape[1]]
+  return np.ldexp(data.astype(np.float64), grid), grid

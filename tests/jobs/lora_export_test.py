@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from harness import tiny_config, tiny_spec
 
+from fp8jax import console
 from fp8jax import params as params_lib
 from fp8jax.export import write
 from fp8jax.export.settings import Export
@@ -58,7 +59,7 @@ def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
 ):
   folder, adapters, flat = base
   spec = debug_runs.spec(_config(folder, adapters))
-  state, _ = start.fresh(spec, str(tmp_path / "run"))
+  state, _ = start.fresh(spec, str(tmp_path / "run"), console.console())
   for path, value in params_lib.flatten(state.params).items():
     if lora.is_adapter(path):
       np.testing.assert_array_equal(value, flat[path], err_msg=path)

@@ -74,6 +74,14 @@ def test_a_folder_becomes_a_folder_of_codes_and_of_the_same_function(quantize, s
   # Its codes are not rounded again unless that is asked for.
   again = quantize(out=tmp_path / "again", **{"weights.hf": str(done.target)})
   assert again.code and "holds codes already" in again.stderr
+  # A scale that no weights have, named, also where rounding again is asked for.
+  tensors = safetensors.numpy.load_file(done.target / "model.safetensors")
+  tensors[stem + "weight_scale"] = -tensors[stem + "weight_scale"]
+  safetensors.numpy.save_file(tensors, done.target / "model.safetensors")
+  damaged = {"weights.hf": str(done.target), "export.requantize": True}
+  again = quantize(out=tmp_path / "again", **damaged)
+  assert again.code == 1 and f"{stem}weight_scale has 256 of 256 scales" in again.stderr
+  assert not (tmp_path / "again").exists()
 
 
 def test_a_fold_that_changes_the_model_does_not_pass_the_gate(quantize, monkeypatch):
