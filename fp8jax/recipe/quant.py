@@ -29,8 +29,7 @@ class Scale(enum.Enum):
   # saturates: Quartet's backward pass.
   FLOOR_4_3 = "floor_4_3"
   # The smallest of 2^-8, 2^-4, 1, 2^4 that amax / max does not exceed, at most 2^4: the exponent
-  # biases of Gaudi 2's matrix unit (arXiv:2503.09975). Its back-off is Largest(times=2 or 4), or
-  # a margin of 1 or 2.
+  # biases of Gaudi 2's matrix unit (arXiv:2503.09975). Back-off: Largest(times=2 or 4), or margin.
   GAUDI2 = "gaudi2"
   ONE = "one"  # 1 for every tensor; larger numbers saturate. Unit scaling (arXiv:2303.11257)
   NONE = "none"  # 16 and 32 bits have the range to do without
@@ -316,11 +315,9 @@ class Quant:
         f"source={self.source} remembers one amax per tensor, so tile must be "
         f"({WHOLE}, {WHOLE}); got {self.tile}. Use source=CURRENT for finer tiles"
       )
-    remembered = (Scale.F32, Scale.POW2, Scale.GAUDI2)
-    if self.source != CURRENT and self.scale not in remembered and not has_levels:
-      raise ValueError(
-        f"source={self.source} needs scale 'f32', 'pow2' or 'gaudi2', got {self.scale.value!r}"
-      )
+    of_one = (Scale.F32, Scale.POW2, Scale.GAUDI2)
+    if self.source != CURRENT and self.scale not in of_one and not has_levels:
+      raise ValueError(f"{self.source} needs scale f32, pow2 or gaudi2, got {self.scale.value}")
     _check_clip(self.clip)
     self._check_scale_of_clip()
 
