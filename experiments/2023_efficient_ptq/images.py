@@ -41,9 +41,10 @@ class Network(nn.Module):
     return nn.Dense(width, name=name, **of)
 
   def conv(self, width: int, name: str, stride: int = 1, groups: int = 1, plain: bool = False):
-    of = {} if plain or self.recipe is None else {
-      "conv_general_dilated_cls": hooks.linen_conv(self.recipe)}  # fmt: skip
-    return nn.Conv(width, (3, 3), strides=stride, feature_group_count=groups, name=name, **of)
+    """As patches, unquantized too: XLA:CPU multiplies these faster than it convolves in a loop."""
+    recipe = Recipe("plain") if plain or self.recipe is None else self.recipe
+    of = dict(strides=stride, feature_group_count=groups, name=name)
+    return nn.Conv(width, (3, 3), conv_general_dilated_cls=hooks.linen_conv(recipe), **of)
 
 
 class Mlp(Network):

@@ -172,7 +172,7 @@ def _of_model(arms) -> str:
     row = [name, technique, f"{bops:.4f}", f"{size:.4f}"]
     for text in served.TEXTS:
       windows = of[text]["windows"]
-      row += [served.shown(served.kl(windows), ".4f"), served.shown(served.loss(windows), "+.2f")]
+      row += [served.shown(served.kl(windows), ".3g"), served.shown(served.loss(windows), "+.2f")]
     table.append([*row, "yes" if (name, technique) in on_front else ""])
   head = ["format", "technique", "BOPs", "bytes", "KL, manual", "loss, %", "KL, Brown", "loss, %",
           "on the front"]  # fmt: skip
@@ -191,7 +191,7 @@ def _of_bits(arms) -> str:
     row = [str(bits), f"{floats[0]}, {floats[1]}", f"{integer[0]}, {integer[1]}"]
     for text in served.TEXTS:
       i = served.kl_against(floats[4][text]["windows"], integer[4][text]["windows"], 10)
-      row += [served.shown(i, "+.4f"), served.word(i, null[text])]
+      row += [served.shown(i, "+.2g"), served.word(i, null[text])]
     table.append(row)
   head = ["bits", "minifloat", "integer", f"KL minus INT's, manual, null {null['manual']:.1e}", "",
           f"Brown, null {null['brown']:.1e}", ""]  # fmt: skip
