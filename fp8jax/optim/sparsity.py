@@ -45,17 +45,6 @@ def axis_of(path: str, p: Param) -> int | None:
 
 def problems(declaration: Any, dims: Mapping[str, int]) -> list[str]:
   """Weights whose contraction has no whole groups of four, in words."""
-<<<<<<< HEAD
-  extents = {}
-  for path, p in params_lib.flatten(declaration).items():
-    axis = axis_of(path, p)
-    if axis is not None and dims[p.letters[axis]] % 4:
-      extents[path] = dims[p.letters[axis]]
-  return [
-    f"optim.sparsity='2:4': {path} contracts {size}, which 4 does not divide; set "
-    "optim.sparsity='none', or a width of whole groups"
-    for path, size in extents.items()
-=======
   partial = {}
   for path, p in params_lib.flatten(declaration).items():
     axis = axis_of(path, p)
@@ -65,5 +54,4 @@ def problems(declaration: Any, dims: Mapping[str, int]) -> list[str]:
     f"optim.sparsity='2:4': {path} contracts {size}, which 4 does not divide; set "
     "optim.sparsity='none', or a width of whole groups"
     for path, size in partial.items()
->>>>>>> recover
   ]

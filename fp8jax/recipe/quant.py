@@ -29,11 +29,7 @@ class Scale(enum.Enum):
   # saturates: Quartet's backward pass.
   FLOOR_4_3 = "floor_4_3"
   # The smallest of 2^-8, 2^-4, 1, 2^4 that amax / max does not exceed, at most 2^4: the exponent
-<<<<<<< HEAD
-  # biases of Gaudi 2's matrix unit (arXiv:2503.09975). Back-off: Largest(times), or a margin.
-=======
   # biases of Gaudi 2's matrix unit (arXiv:2503.09975). Back-off: Largest(times=2 or 4), or margin.
->>>>>>> papers
   GAUDI2 = "gaudi2"
   ONE = "one"  # 1 for every tensor; larger numbers saturate. Unit scaling (arXiv:2303.11257)
   NONE = "none"  # 16 and 32 bits have the range to do without
@@ -319,15 +315,9 @@ class Quant:
         f"source={self.source} remembers one amax per tensor, so tile must be "
         f"({WHOLE}, {WHOLE}); got {self.tile}. Use source=CURRENT for finer tiles"
       )
-<<<<<<< HEAD
-    of_a_tensor = self.scale in (Scale.F32, Scale.POW2, Scale.GAUDI2) or has_levels
-    if self.source != CURRENT and not of_a_tensor:
-      raise ValueError(f"source={self.source}: scale f32, pow2 or gaudi2, not {self.scale.value!r}")
-=======
     of_one = (Scale.F32, Scale.POW2, Scale.GAUDI2)
     if self.source != CURRENT and self.scale not in of_one and not has_levels:
       raise ValueError(f"{self.source} needs scale f32, pow2 or gaudi2, got {self.scale.value}")
->>>>>>> papers
     _check_clip(self.clip)
     self._check_scale_of_clip()
 
