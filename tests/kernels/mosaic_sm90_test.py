@@ -300,7 +300,7 @@ def test_kernels_are_tried_before_a_run(monkeypatch, name):
   sizes, dtypes, configs = (144, 160, 256), set(), set()
   monkeypatch.setattr(mosaic_sm90_lib, "num_cores", lambda: 3)
   tuned = Config(tile_n=112, stages=2, producer="inline")
-  lookup = lambda mnk, *_: tuned if mnk == (264, 136, 2112) else None  # noqa: E731
+  lookup = lambda mnk, *_: tuned if mnk == (40, 136, 192) else None  # noqa: E731
   monkeypatch.setattr(tile_config, "lookup", lookup)
   multiply = mosaic_sm90_lib.matmul
 
@@ -314,11 +314,11 @@ def test_kernels_are_tried_before_a_run(monkeypatch, name):
     return d.at[3, 5].set(1e6) if config == tuned else d
 
   monkeypatch.setattr(mosaic_sm90_lib, "matmul", seen)
-  self_test.hopper(GEMMS[name], [(264, 136, 2112)], sizes)
+  self_test.hopper(GEMMS[name], [(40, 136, 192)], sizes)
   assert dtypes == {jnp.bfloat16, jnp.float32} and tuned in configs
   monkeypatch.setattr(mosaic_sm90_lib, "matmul", broken)
   with pytest.raises(UserError, match=r"1 of .* \[3, 5\] .*kernels.matmul='reference'"):
-    self_test.hopper(GEMMS[name], [(264, 136, 2112)], sizes)
+    self_test.hopper(GEMMS[name], [(40, 136, 192)], sizes)
 
 
 def test_producers_are_tried_before_a_run(monkeypatch):
