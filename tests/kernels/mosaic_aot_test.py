@@ -251,7 +251,7 @@ def _report(text: str) -> dict:
     "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text))),
     "shared_memory_bytes": int(re.findall(r"smem_scratch_bytes=(\d+)", text)[0]),
     "wgmma": ", ".join(sorted(instructions)),
-    # Of the promotion, per thread: 64 for each step that is written out, and none if the compiler
+    # of the promotion, per thread: half a row of the tile for each step that is written out, and none if the compiler
     # has concluded that nobody can see the sums.
     "fma": len(re.findall(r"\bfma\.rn\.(?:ftz\.)?f32", text)),
   }
@@ -303,7 +303,7 @@ def test_kernels_compile_to_what_the_table_says_and_spill_nothing():
     is_gemm = not name.startswith(ELEMENTWISE)
     of = {"hybrid/dgrad": "e5m2.e4m3", "hybrid/wgrad": "e4m3.e5m2"}.get(name, "e4m3.e4m3")
     assert is_gemm == (f".f32.{of}" in report["wgmma"]), name
-    assert not is_gemm or report["fma"] >= 64, name
+    assert not is_gemm or report["fma"] >= 56, name  # half of 112 columns, the fewest
 
 
 @pytest.mark.aot
