@@ -251,8 +251,8 @@ def _report(text: str) -> dict:
     "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text))),
     "shared_memory_bytes": int(re.findall(r"smem_scratch_bytes=(\d+)", text)[0]),
     "wgmma": ", ".join(sorted(instructions)),
-    # of the promotion, per thread: half a row of the tile for each step that is written out, and none if the compiler
-    # has concluded that nobody can see the sums.
+    # Of the promotion, per thread: half a row of the tile for each step that is written out, and
+    # none if the compiler has concluded that nobody can see the sums.
     "fma": len(re.findall(r"\bfma\.rn\.(?:ftz\.)?f32", text)),
   }
 
