@@ -68,7 +68,11 @@ def _inputs(container: str, w: Quant, x: Quant | None) -> Quant | None:
   own = INT8 if w.format == INT8 else E4M3
   if x.format != own or x.tile[1] != WHOLE:
     raise ValueError(f"servers multiply {w} by {own} of a token or a tensor, not by {x}")
-  return Quant(own, source=Static()) if isinstance(x.source, Static) else Quant(own, (1, WHOLE))
+  if not isinstance(x.source, Static):
+    return Quant(own, (1, WHOLE))
+  if x.scale is not Scale.F32 or x.source.margin:
+    raise ValueError(f"a folder's static scale is amax / max, not that of {x}; take f32, margin 0")
+  return Quant(own, source=Static())
 
 
 def container(w: Quant, x: Quant | None) -> str:

@@ -27,7 +27,6 @@ from fp8jax.recipe.quant import WHOLE, Quant
 # are the columns of the matrix.
 _SIZES = (2192, 1680, 1024)
 _MATRIX = (400, 272)
-_FEW = 132 * 128 * 128  # elements of a product without a second tile for any multiprocessor
 # The prologues' functions, in NumPy.
 _DEFINITIONS = {
   prologues.RMS_NORM: lambda x, scale, weight: (x * scale[:, None] * weight,),
@@ -84,9 +83,9 @@ def hopper(
   ways += [(dtype, tile_config.best(*shape, is_tiled, dtype)) for shape in sorted(shapes)]
   _multiply(gemm, sizes, ways)
   for m, n, k in sorted(shapes):
-    if m * n <= _FEW:
-      way = dtype, tile_config.best(m, n, k, is_tiled, dtype)
-      _multiply(gemm, (m, n, min(k, 256 + k % tile_config.BLOCK)), [way])
+    config = tile_config.best(m, n, k, is_tiled, dtype)
+    if tile_config.waves(config, m, n) <= 1:
+      _multiply(gemm, (m, n, min(k, 256 + k % tile_config.BLOCK)), [(dtype, config)])
 
 
 def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways):

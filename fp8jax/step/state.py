@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -68,8 +67,6 @@ class StepFn:
   def _beside(self, state):
     """The key on the state's devices: from the host it would be a transfer that nobody asked for,
     which the loop of training refuses (jax.transfer_guard), where a recipe draws random bits."""
-    if isinstance(state.step, Tracer):
-      return self.key
     where = state.step.sharding
     if where not in self._placed:
       is_named = isinstance(where, NamedSharding)

@@ -25,6 +25,7 @@ from fp8jax.models.hf.schemes import COMPRESSED, MODELOPT, Scheme
 from fp8jax.ops import site_tree
 from fp8jax.quantization import quantize
 from fp8jax.recipe import rules
+from fp8jax.recipe import served as served_recipes
 from fp8jax.recipe.quant import Quant, Scale, Static
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "containers"
@@ -117,6 +118,13 @@ def test_a_recipe_is_written_as_the_preset_of_its_product(preset, recipe):
 def test_what_no_server_multiplies_is_refused_by_name(recipe, said):
   with pytest.raises(ValueError, match=said):
     _scheme(recipe)
+
+
+@pytest.mark.parametrize("how", [{"scale": Scale.POW2}, {"source": Static(margin=1)}])
+def test_a_static_scale_that_is_not_amax_by_max_is_refused(how):
+  static = served_recipes.SERVED["fp8"].fwd
+  with pytest.raises(ValueError, match="static scale is amax / max"):
+    served._inputs("float-quantized", static.rhs, dataclasses.replace(static.lhs, **how))
 
 
 def test_modelopt_holds_nvfp4_alone_and_its_scales_are_reciprocals_of_compressed_tensors(rng):

@@ -365,7 +365,8 @@ class Program:
       of_columns = plgpu.load(self.columns_of(shared, slot), layout=_WGMMA.reduce(0))
     # TMA writes there next, and by another path than these loads take.
     plgpu.commit_smem()
-    loaded = load() if load is not None else ()  # behind the fence, which would wait for it
+    # The loads follow the fence: it waits for all loads before it.
+    loaded = load() if load is not None else ()
     return acc[...], of_rows, of_columns, (fetched, loaded)
 
   def store(self, shared: Shared, wg, value, part: int, d, at_m, column):
