@@ -13,7 +13,7 @@ from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.gemm import xla
-from fp8jax.models import transformer
+from fp8jax.models import invariant, transformer
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.recipe import rules
@@ -109,15 +109,22 @@ def expected(spec: TrainSpec, phase: int = 0) -> list[GemmRow]:
     is_loop = len(site.layer_names) > 1
     passes = [p for p in PASSES if p != "wgrad" or param.trainable]
     products = [(p, False) for p in passes] + [("fwd", True)] * (is_recomputed and is_loop)
-    for product, again in products:
+    if spec.run.is_invariant:  # the recomputation alone is the recipe's plain forward pass
+      is_read = is_recomputed or not site.layers
+      products = [(p, False) for p in passes if p != "fwd" or is_read]
+    times, named = calls(spec, site), [(name, *one) for one in products]
+    if spec.run.is_invariant:  # a tile of each: the length of their loop is no part of a program
+      named.append((invariant.product_name(name), "fwd", False))
+    for key, product, again in named:
+      tiles = [(invariant.ROWS, n) for _, n in times]
       sizes = [
         (site_tree.local_size(param, spec.model.dims, spec.run.layout, t).of(product), n)
-        for t, n in calls(spec, site)
+        for t, n in (times if key == name else tiles)
       ]
       gemm, backend = getattr(site.recipe, product), site.backends[PASSES.index(product)]
       multiplier = gemm_api.BACKENDS[backend]
       row = GemmRow(
-        hlo.GemmKey(name, product, again), site.recipe.name, backend, sizes[0][0],
+        hlo.GemmKey(key, product, again), site.recipe.name, backend, sizes[0][0],
         # The product of a weight that alone is quantized is in 16 bits anywhere.
         is_emulated=gemm.multiplies_codes
         and (

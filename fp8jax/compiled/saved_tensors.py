@@ -150,7 +150,7 @@ class _OneDevice:
     sites = jax.tree.map(lambda x: stack(one_site(x)), sites)
 
     def residuals(x, weights, sites, batch):
-      context = transformer.layer_context(batch, self.model)
+      context = transformer.layer_context(batch, self.model, self.run)
 
       def layers(x, weights, taps):
         own = site_tree.with_taps(sites, taps)

@@ -129,6 +129,71 @@ def check_smooth(c: Any, model: model_config.ModelConfig | None, problems: Confi
     )
 
 
+def check_invariant(c: Any, spec_of: Any, device: Device, problems: ConfigErrors):
+  """What precision.invariant cannot promise, each with the reason.
+
+  Args:
+    spec_of: (model, recipes, layout) of the run.
+  """
+  if not c.precision.invariant:
+    return
+  model, recipes, layout = spec_of
+  wanted = (
+    ("optim.in_backward", False, "a layer is differentiated apart there"),
+    ("memory.remat_policy", "full", "a layer saves its input alone"),
+    ("memory.save_layer_inputs", "none", "the backward pass begins at the very input of a layer"),
+    ("distill.weight", 0.0, "a teacher's logits come from the plain forward pass"),
+    ("precision.attention", "wide", "its scales are of many tokens"),
+  )
+  at = lambda key: getattr(getattr(c, key.partition(".")[0]), key.partition(".")[2])  # noqa: E731
+  texts = [
+    f"{key}={at(key)!r}: {why}; set {key}={needed!r}"
+    for key, needed, why in wanted
+    if at(key) != needed
+  ]
+  if c.precision.smooth_swiglu == "channel":
+    texts.append(
+      "precision.smooth_swiglu='channel': its scales are of all tokens of a batch; take 'token'"
+    )
+  if device.platform != "cpu":
+    texts.append(
+      f"a {device.platform.upper()}: cuBLASLt, cuDNN and Triton's reductions choose how to sum by "
+      "the size of what they are given; run on a CPU, or set precision.invariant=False"
+    )
+  split = sorted({a for letter in "LHGKDFV" for a in layout.act_axes(letter)})
+  split = [a for a in split if layout.size((a,)) > 1]
+  if split:
+    texts.append(
+      f"a mesh that splits a token's numbers over {', '.join(split)}: partial sums of devices are "
+      "added in the order of the mesh; take data and fsdp alone (mesh.tensor=1)"
+    )
+  if model.unit_scaling != "none":
+    texts.append(f"model.unit_scaling={model.unit_scaling!r}: its factors are of whole batches")
+  if model.rope_scaling.kind == "dynamic":
+    texts.append("dynamic rope: its frequencies depend on the length of what a token stands in")
+  for phase in recipes.phases:
+    for _, name in phase.rules:
+      texts += (f"recipe {name!r}: {why}" for why in _not_by_row(rules_lib.recipe_by_name(name)))
+  problems.extend([f"precision.invariant=True with {text}" for text in dict.fromkeys(texts)])
+
+
+def _not_by_row(recipe) -> list[str]:
+  """Reasons why a token's product depends on others in this recipe."""
+  gemm, texts = recipe.fwd, []
+  if gemm.lhs is not None and not gemm.lhs.is_by_row:
+    texts.append(
+      f"its activations are quantized as {gemm.lhs}, whose scale or rounding is not of a token "
+      "alone; take scales per token (block_128, rowwise), or delayed or static ones"
+    )
+  if gemm.rotate_rows[0] is not None:
+    texts.append("it rotates tokens into each other; take a recipe without rotate_rows")
+  if gemm.compensates:
+    texts.append("it multiplies outliers of a whole tensor apart; take one that does not")
+  if gemm.rhs is not None and gemm.rhs.is_random:
+    texts.append("its weights are rounded at random in every step; take one that does not")
+  return texts
+
+
 def _rules(key: str, stated) -> Rules:
   """(regular expression, recipe name) pairs."""
   rules = tuple(stated) if isinstance(stated, (tuple, list)) else ()

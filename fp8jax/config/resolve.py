@@ -78,6 +78,8 @@ def resolve(
     if chosen and recipes:
       of_model = (model, declaration, recipes, layout, microbatch)
       layout_checks.check(c, *of_model, problems, needs)
+  if recipes and model is not None and not model.problems():
+    precision_checks.check_invariant(c, (model, recipes, layout), device, problems)
   named = groups.names(declaration, model.num_layers) if declaration and model else {}
   problems.extend(checks.group_problems(c, optim, named) + param_stats.problems(c, optim))
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
@@ -278,6 +280,7 @@ def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors)
     jnp.dtype(compute if compute in settings.COMPUTE_DTYPES else "float32"),
     "xla", c.memory.remat_policy, formats, c.memory.loss_chunk, layout,
     c.precision.smooth_swiglu, len(c.data.sources) if c.log.source_loss else 0,
+    is_invariant=c.precision.invariant,
   )  # fmt: skip
 
 

@@ -111,10 +111,10 @@ class KVCache:
 
   def attend(self, q_BLHK, k_BLGK, v_BLGK, positions_BL, implementation):
     """(attention of new tokens to the cache of a layer and themselves, their entries)."""
-    del implementation  # no fused kernel reads these formats
     q, kv, positions = map(self.layout.act_spec, ("BLHK", "BLGK", "BL"))
+    attend = functools.partial(_attend, implementation=implementation)
     in_specs = (self._specs("BMGK", self.scales is not None), q, kv, kv, positions)
-    run = collectives.on_mesh(_attend, self.layout, in_specs, (q, self._specs("BLGK")))
+    run = collectives.on_mesh(attend, self.layout, in_specs, (q, self._specs("BLGK")))
     return run(self, q_BLHK, k_BLGK, v_BLGK, positions_BL)
 
   def write(self, added: "KVCache", rows_R, positions_RL) -> "KVCache":
@@ -192,7 +192,7 @@ def _specs(letters: str, format_: str, layout: axes.Layout, has_scales: bool = F
   return KVCache(one, one, format_, layout, PartitionSpec() if has_scales else None)  # type: ignore
 
 
-def _attend(cache: KVCache, q_BLHK, k_BLGK, v_BLGK, positions_BL):
+def _attend(cache: KVCache, q_BLHK, k_BLGK, v_BLGK, positions_BL, implementation):
   """KVCache.attend of one device's rows and heads."""
   added = _entries(k_BLGK, v_BLGK, cache.scales, cache.format, cache.layout)
   past, scales = dataclasses.replace(cache, scales=None), _of_both(cache.scales)
@@ -201,7 +201,7 @@ def _attend(cache: KVCache, q_BLHK, k_BLGK, v_BLGK, positions_BL):
   dtype = q_BLHK.dtype
   q_BLHK = _rotated(q_BLHK, cache.format).astype(dtype)
   k, v = (of.value(dtype, scale) for of, scale in zip((full.k, full.v), scales))
-  return cached_attention(q_BLHK, k, v, positions_BL), added
+  return cached_attention(q_BLHK, k, v, positions_BL, implementation), added
 
 
 def _of_both(scales):

@@ -84,7 +84,7 @@ def prefill(
   past = {KEY: cache_lib.NoPast(slots.cache.format, run.layout, slots.cache.scales)}
   h_RLD, aux = transformer.hidden_and_aux(params, sites, batch, cfg, run, past)
   last_RLD = jnp.take_along_axis(h_RLD, lengths_R[:, None, None] - 1, axis=1)
-  logits_RLV = transformer.head_logits(last_RLD, params, sites, cfg)
+  logits_RLV = transformer.head_logits(last_RLD, params, sites, cfg, run)
   drawn = (seeds_R, lengths_R, temperature, top_p)
   first_R = _sampled(logits_RLV[:, 0], *drawn, method=method, layout=run.layout)
   return Slots(
@@ -116,7 +116,7 @@ def next_logits(params, sites, slots: Slots, cfg: ModelConfig, run: ComputeConfi
   h_BLD, aux = transformer.hidden_and_aux(params, sites, batch, cfg, run, past)
   rows_B = jnp.arange(positions_BL.shape[0])
   cache = slots.cache.write(aux.states[KEY], rows_B, positions_BL)
-  return transformer.head_logits(h_BLD, params, sites, cfg)[:, 0], cache
+  return transformer.head_logits(h_BLD, params, sites, cfg, run)[:, 0], cache
 
 
 def _sampled(logits_BV, *drawn, method: Method, layout: axes.Layout):
@@ -136,19 +136,5 @@ def score(params, sites, batch, *, chunk: int, cfg: ModelConfig, run: ComputeCon
     chunk: positions P whose logits exist at a time; divides L.
   """
   h_BLD = transformer.hidden(params, sites, batch, cfg, run)
-  num_rows, length, _ = h_BLD.shape
-
-  def chunks(x):
-    parts = x.reshape(num_rows, length // chunk, chunk, *x.shape[2:])
-    return jnp.moveaxis(parts, 1, 0)
-
-  def one(part):
-    h_BPD, targets_BP = part
-    logits_BPV = transformer.head_logits(h_BPD, params, sites, cfg)
-    of_target = jnp.take_along_axis(logits_BPV, targets_BP[..., None], axis=-1)[..., 0]
-    logp_BP = of_target - jax.nn.logsumexp(logits_BPV, axis=-1)
-    return logp_BP, jnp.argmax(logits_BPV, axis=-1) == targets_BP
-
-  scored = jax.lax.map(one, (chunks(h_BLD), chunks(batch["targets_BL"])))
-  logp_BL, is_best_BL = (jnp.moveaxis(x, 0, 1).reshape(num_rows, length) for x in scored)
-  return logp_BL, is_best_BL
+  run = dataclasses.replace(run, loss_chunk=chunk)
+  return transformer.log_probs(h_BLD, params, sites, batch["targets_BL"], cfg, run)

@@ -9,14 +9,12 @@ import functools
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
-from fp8jax.ops import collectives, operands, stored_params
-from fp8jax.ops.gemm_spec import Role, make_spec
-from fp8jax.ops.site import ScalingInputs, Site
+from fp8jax.ops import multiplied, stored_params
+from fp8jax.ops.site import Site
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import Quant
@@ -60,7 +58,7 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
     layers.append(of_run)
   made = {**params, "layers": tuple(layers)}
   source = params["embed" if cfg.tie_embeddings else "head"]
-  head = quantized(source, sites["head"], eqn=transformer.head_eqn(cfg), dtype=dtype)
+  head = multiplied.as_multiplied(source, sites["head"], eqn=transformer.head_eqn(cfg), dtype=dtype)
   made["embed"] = _cast(params["embed"], dtype=dtype, layout=sites["head"].layout)
   if isinstance(head, StoredMatrix) or not cfg.tie_embeddings:
     made["head"] = head
@@ -69,42 +67,11 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
 
 @functools.partial(jax.jit, static_argnames=("eqn", "dtype"))
 def _stacked(w, site: Site, eqn: str, dtype):
-  """`quantized` of every layer, one at a time."""
-  return jax.lax.map(lambda both: quantized(both[0], both[1], eqn, dtype), (w, site))
+  """multiplied.as_multiplied of every layer, one at a time."""
+  one = lambda both: multiplied.as_multiplied(*both, eqn, dtype)  # noqa: E731
+  return jax.lax.map(one, (w, site))
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "layout"))
 def _cast(w, dtype, layout):
   return axes.constrain(stored_params.compute_copy(w).astype(dtype), "VD", layout)
-
-
-@functools.partial(jax.jit, static_argnames=("eqn", "dtype"))
-def quantized(w, site: Site, eqn: str, dtype):
-  """A weight as the forward GEMM of its site reads it: a StoredMatrix, or an array in `dtype`.
-
-  Args:
-    w: as it is stored.
-    site: not stacked.
-    eqn: of the GEMM, "BLD,DF->BLF".
-    dtype: compute dtype.
-  """
-  w = stored_params.gemm_operand(w)
-  letters, _, of_w = eqn.partition("->")[0].partition(",")
-  sizes = dict(zip(of_w, w.shape))
-  x = jax.ShapeDtypeStruct(tuple(sizes.get(c, 1) for c in letters), jnp.dtype(dtype))
-  spec = make_spec(eqn, x, w, site)
-  quant = spec.quant(Role.W_FWD)
-  if quant is None:
-    return axes.constrain(stored_params.compute_copy(w).astype(dtype), of_w, site.layout)
-  if spec.recipe.fwd.compensates:  # what was clamped is multiplied by the weight itself
-    return axes.constrain(stored_params.compute_copy(w), of_w, site.layout)
-
-  def local(w, inputs):
-    made = operands.operand(spec, Role.W_FWD, w, inputs).value
-    return made.data, made.scale
-
-  out, place = spec.quantized_spec(Role.W_FWD), jax.sharding.PartitionSpec()
-  in_specs = (operands.weight_specs(spec, w), place)
-  run = collectives.on_mesh(local, site.layout, in_specs, (out.data, out.scale))
-  data, scale = run(w, ScalingInputs.of(site))
-  return StoredMatrix(data, scale, len(spec.letters.contracted), quant, w.shape)

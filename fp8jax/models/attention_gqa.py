@@ -18,7 +18,7 @@ from fp8jax.models.mixer import (
   block_input,
   block_output,
 )
-from fp8jax.ops import prologue
+from fp8jax.ops import prologue, row_tiles
 from fp8jax.ops.attention import attention
 from fp8jax.ops.dots import dot, dots
 from fp8jax.ops.elementwise import add_bias, rotate
@@ -90,7 +90,26 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
     context: positions and documents of the tokens. Its state is the layer's cache, with `attend`
       (generation/cache.py); without one, the tokens attend among themselves.
   """
-  *of_qkv, of_o = (site.eqn for site in SITES)
+  inputs, output = (
+    row_tiles.token_wise(functools.partial(part, cfg=cfg, run=run), run.row_tile)
+    for part in (_inputs, _output)
+  )
+  (q_BLHK, k_BLGK, v_BLGK), aux = inputs((p, s), x_BLD, context.angles), Aux()
+  qkv = q_BLHK, k_BLGK, v_BLGK
+  if KEY in context.states:
+    cache = context.states[KEY]
+    mixed_BLHK, added = cache.attend(*qkv, context.positions_BL, run.implementation)
+    aux = Aux(states={KEY: added})
+  else:
+    where = (run.implementation, run.layout, run.attention_recipe)
+    mixed_BLHK = attention(*qkv, context.segments_BL, *where)
+  return output((p, s), x_BLD, mixed_BLHK), aux
+
+
+def _inputs(held, x_BLD, angles, cfg: ModelConfig, run: ComputeConfig):
+  """Queries, keys and values of every token, turned by its position."""
+  p, s = held
+  *of_qkv, _ = (site.eqn for site in SITES)
   norm = functools.partial(prologue.rms_norm, eps=cfg.norm_eps, save=run.residuals.norm_inputs)
   h_BLD = block_input(x_BLD, p, s, cfg, run)
   q_BLHK, k_BLGK, v_BLGK = dots(of_qkv, h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]))
@@ -100,21 +119,18 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
   if cfg.qk_norm:
     q_BLHK, k_BLGK = norm(q_BLHK, p["q_norm"]).value(), norm(k_BLGK, p["k_norm"]).value()
     q_BLHK, k_BLGK = observed(q_BLHK, s, "q_norm"), observed(k_BLGK, s, "k_norm")
-  q_BLHK = checkpoint_name(rotate(q_BLHK, *context.angles), "linear")
-  k_BLGK = checkpoint_name(rotate(k_BLGK, *context.angles), "linear")
-  v_BLGK = checkpoint_name(v_BLGK, "linear")
-  qkv, aux = (q_BLHK, k_BLGK, v_BLGK), Aux()
-  if KEY in context.states:
-    cache = context.states[KEY]
-    mixed_BLHK, added = cache.attend(*qkv, context.positions_BL, run.attention)
-    aux = Aux(states={KEY: added})
-  else:
-    where = (run.attention, run.layout, run.attention_recipe)
-    mixed_BLHK = attention(*qkv, context.segments_BL, *where)
+  q_BLHK = checkpoint_name(rotate(q_BLHK, *angles), "linear")
+  k_BLGK = checkpoint_name(rotate(k_BLGK, *angles), "linear")
+  return q_BLHK, k_BLGK, checkpoint_name(v_BLGK, "linear")
+
+
+def _output(held, x_BLD, mixed_BLHK, cfg: ModelConfig, run: ComputeConfig):
+  """The residual stream with what attention gave, multiplied by o."""
+  p, s = held
   mixed_BLHK = unit_scaling.attention(mixed_BLHK, cfg)
   mixed_BLHK = checkpoint_name(axes.constrain(mixed_BLHK, "BLHK", run.layout), "linear")
-  f_BLD = dot(of_o, mixed_BLHK, p["o"], s["o"])
-  return block_output(x_BLD, f_BLD, p, s, cfg, run), aux
+  f_BLD = dot(SITES[-1].eqn, mixed_BLHK, p["o"], s["o"])
+  return block_output(x_BLD, f_BLD, p, s, cfg, run)
 
 
 def problem(

@@ -184,6 +184,8 @@ class ComputeConfig:
     dtype: compute dtype of activations and of GEMM operands that no recipe narrows.
     attention: implementation, see ops.attention.
     attention_recipe: of attention's products, emulated; None for those of `dtype`.
+    is_invariant: whether a token's bits depend on the tokens before it alone (models/invariant.py).
+    row_tile: tokens that a block computes at a time; 0 for all, and set by models/invariant.py.
     remat: "none" recomputes nothing in the backward pass; "linears" saves the outputs of linear
       layers and attention and recomputes norms, activations and quantization; "operands" also
       saves the operands of GemmInput.WGRAD_OPERAND, so that no quantization is repeated; "full"
@@ -204,6 +206,13 @@ class ComputeConfig:
   smooth_swiglu: str = "none"
   num_sources: int = 0
   attention_recipe: Attention | None = None
+  is_invariant: bool = False
+  row_tile: int = 0
+
+  @property
+  def implementation(self) -> Implementation:
+    """That of attention."""
+    return "fixed_order" if self.row_tile else self.attention
 
   def problems(self, model: ModelConfig) -> list[str]:
     """Reasons why this model cannot run so, in words; empty without any."""

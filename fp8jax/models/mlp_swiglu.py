@@ -1,6 +1,7 @@
 """SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202 §2)."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 
@@ -15,7 +16,7 @@ from fp8jax.models.mixer import (
   block_input,
   block_output,
 )
-from fp8jax.ops import prologue
+from fp8jax.ops import prologue, row_tiles
 from fp8jax.ops.dots import dot
 from fp8jax.ops.site import Activation
 from fp8jax.ops.swiglu_mlp import swiglu_mlp
@@ -60,13 +61,18 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
 
   Its state is float32 [F], the largest smooth_swiglu.channel_scales so far; None without any.
   """
-  aux = Aux()
+  function = functools.partial(_apply, states=context.states, cfg=cfg, run=run)
+  return row_tiles.token_wise(function, run.row_tile)((p, s), x_BLD)
+
+
+def _apply(held, x_BLD, states, cfg: ModelConfig, run: ComputeConfig):
+  (p, s), aux = held, Aux()
   h_BLD = block_input(x_BLD, p, s, cfg, run)
   eqns, ws, sites = zip(*((site.eqn, p[site.name], s[site.name]) for site in SITES), strict=True)
-  if KEY in context.states:
+  if KEY in states:
     as_new = dataclasses.replace(s["up"])  # a product beside the layer's own
     up_BLF = dot(eqns[1], prologue.value(h_BLD), p["up"], as_new)
-    before_F, scales_F = context.states[KEY], smooth_swiglu.channel_scales(up_BLF)
+    before_F, scales_F = states[KEY], smooth_swiglu.channel_scales(up_BLF)
     aux = Aux(states={KEY: scales_F if before_F is None else jnp.maximum(before_F, scales_F)})
   multiply = FORMS[run.smooth_swiglu] if cfg.unit_scaling != "all" else unit_scaling.swiglu_mlp
   f_BLD = multiply(eqns, h_BLD, ws, sites, "linear", run.residuals.gate_up)

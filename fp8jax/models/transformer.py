@@ -19,16 +19,17 @@ stored in a low-bit format (ops/stored_params.py). A batch is a dictionary of ar
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax import params as params_lib
-from fp8jax.models import attention_gqa, lora, mlp_swiglu, rope, unit_scaling
+from fp8jax.models import attention_gqa, invariant, lora, mlp_swiglu, rope, unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
-from fp8jax.ops import prologue, residuals, stored_params
+from fp8jax.ops import cross_entropy, prologue, residuals, row_tiles, stored_params
 from fp8jax.ops.cross_entropy import Teacher, cross_entropy_by_source
 from fp8jax.ops.dots import dot
 from fp8jax.ops.linear import SAVED_NAME
@@ -131,13 +132,18 @@ def loss_and_aux(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
 
 def logits(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """float32 [B, L, V]. For inspection and parity; training never builds this."""
-  return head_logits(hidden(params, sites, batch, cfg, run), params, sites, cfg)
+  return head_logits(hidden(params, sites, batch, cfg, run), params, sites, cfg, run)
 
 
-def head_logits(h_BLD, params, sites, cfg: ModelConfig):
+def head_logits(h_BLD, params, sites, cfg: ModelConfig, run: ComputeConfig):
   """`logits` of what `hidden` gave, or of some of its positions."""
   head, eqn = _head(params, cfg)
-  return dot(eqn, h_BLD, head, sites["head"], out_dtype=jnp.float32)
+
+  def multiply(held, h_BLD):
+    return dot(eqn, h_BLD, *held, out_dtype=jnp.float32)
+
+  head = invariant.as_multiplied(head, sites["head"], eqn, run)
+  return invariant.of_tokens(multiply, run)((head, sites["head"]), h_BLD)
 
 
 def hidden(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
@@ -166,12 +172,13 @@ def embed(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   return observed(axes.constrain(x_BLD, "BLD", run.layout), sites, "embed")
 
 
-def layer_context(batch, cfg: ModelConfig) -> LayerContext:
+def layer_context(batch, cfg: ModelConfig, run: ComputeConfig) -> LayerContext:
   """The part of a batch that every layer reads; without weights all tokens weigh 1."""
   weights_BL = batch.get("weights_BL")
   if weights_BL is None:
     weights_BL = jnp.ones(batch["tokens_BL"].shape, jnp.float32)
-  angles = rope.cos_sin(batch["positions_BL"], cfg)
+  turn = lambda _, positions_BL: rope.cos_sin(positions_BL, cfg)  # noqa: E731
+  angles = invariant.of_tokens(turn, run)((), batch["positions_BL"])
   return LayerContext(angles, batch.get("segments_BL"), weights_BL)
 
 
@@ -194,6 +201,8 @@ def layer(x_BLD, of_layer, context: LayerContext, cfg: ModelConfig, run: Compute
 
 def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """(`loss` of what the last layer gave, Aux.sums); `params` and `sites` need no layers."""
+  if run.is_invariant:
+    return _invariant_head_loss(x_BLD, params, sites, batch, cfg, run)
   params = stored_params.value({k: p for k, p in params.items() if k != "layers"})
   head, eqn = _head(params, cfg)
   h_BLD = normalised(x_BLD, params, sites, cfg, run)
@@ -206,6 +215,42 @@ def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig)
   )  # fmt: skip
   sums = {"by_source": by_source, "distill": parts}
   return loss, {name: value for name, value in sums.items() if value is not None}
+
+
+def _invariant_head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
+  """`head_loss` from `log_probs`, with the gradient that it has otherwise."""
+  ends = (
+    {k: p for k, p in params.items() if k != "layers"},
+    {k: s for k, s in sites.items() if k != "layers"},
+  )
+  plain = dataclasses.replace(run, is_invariant=False)
+
+  def exact(x_BLD, ends, batch):
+    of_head, sites = ends
+    of_head = stored_params.value(of_head)
+    h_BLD = normalised(x_BLD, of_head, sites, cfg, run)
+    logp_BL, _ = log_probs(h_BLD, of_head, sites, batch["targets_BL"], cfg, run)
+    return cross_entropy.sums_of(-logp_BL, batch, run.num_sources)
+
+  def as_ever(x_BLD, ends, batch):
+    of_head, sites = ends
+    return head_loss(x_BLD, of_head, sites, batch, cfg, plain)
+
+  return row_tiles.with_gradients_of(as_ever, exact)(x_BLD, ends, batch)
+
+
+def log_probs(h_BLD, params, sites, targets_BL, cfg: ModelConfig, run: ComputeConfig, t=1.0):
+  """(float32 [B, L] log-probability of every target, bool [B, L] whether it is the best token) at a
+  temperature; logits of run.loss_chunk positions exist at a time."""
+
+  def chunk(_, xs):
+    logits_BCV = head_logits(xs[0], params, sites, cfg, run)
+    rows = invariant.of_tokens(cross_entropy.log_probs, run)
+    logp_BC = rows(jnp.float32(t), logits_BCV, xs[1])
+    return (), jnp.stack([logp_BC, jnp.argmax(logits_BCV, axis=-1) == xs[1]], axis=-1)
+
+  both: Any = cross_entropy.for_chunks(chunk, (), run.loss_chunk, h_BLD, targets_BL)[1]
+  return both[..., 0], both[..., 1] > 0
 
 
 def taught(params, sites, batch, cfg: ModelConfig, run: ComputeConfig, weight: float, t: float):
@@ -241,8 +286,11 @@ def alignment(params, cfg: ModelConfig):
 
 def _after_last(params, sites, batch, cfg: ModelConfig, run: ComputeConfig, states=None):
   """(the residual stream after all layers, Aux of them added up)."""
-  step = functools.partial(layer, cfg=cfg, run=run)
-  step, more = (remat(step, run), ()) if states is None else (step, (states,))
+  step, more = functools.partial(layer, cfg=cfg, run=run), () if states is None else (states,)
+  if run.is_invariant:
+    step = invariant.layer(layer, mixers(cfg), cfg, run, is_differentiable=states is None)
+  elif states is None:
+    step = remat(step, run)
   x_BLD, aux = scan_layers(step, params, sites, batch, cfg, run, *more)
   return x_BLD, aux.sum()
 
@@ -254,7 +302,7 @@ def scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfig
     step: (stream, (parameters, sites, *states), context) -> (stream, anything), as `layer`.
     states: of `hidden_and_aux`, or nothing.
   """
-  x_BLD, context = embed(params, sites, batch, cfg, run), layer_context(batch, cfg)
+  x_BLD, context = embed(params, sites, batch, cfg, run), layer_context(batch, cfg, run)
   if states:
     context = context._replace(positions_BL=batch["positions_BL"])
   given = []
@@ -291,8 +339,11 @@ def runs(sites, *stacks):
 def normalised(x_BLD, params, sites, cfg: ModelConfig, run: ComputeConfig):
   """`hidden` of what the last layer gave."""
   weight_D = unit_scaling.parameter(params["norm"], x_BLD.size, cfg, run)
-  h_BLD = prologue.rms_norm(x_BLD, weight_D, cfg.norm_eps, save=run.residuals.norm_inputs)
-  return observed(h_BLD.value(), sites, "norm")
+
+  def norm(weight_D, x_BLD):
+    return prologue.rms_norm(x_BLD, weight_D, cfg.norm_eps, save=run.residuals.norm_inputs).value()
+
+  return observed(invariant.of_tokens(norm, run)(weight_D, x_BLD), sites, "norm")
 
 
 def head_eqn(cfg: ModelConfig) -> str:

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
-from fp8jax.kernels.attention import reference, tokamax_sm90
+from fp8jax.kernels.attention import fixed_order, reference, tokamax_sm90
 from fp8jax.ops import collectives
 from fp8jax.recipe.attention import Attention
 
-Implementation = Literal["xla", "cudnn", "tokamax"]
+Implementation = Literal["xla", "cudnn", "tokamax", "fixed_order"]
 
 
 @jax.named_scope("attention")
@@ -28,7 +28,8 @@ def attention(
     segments_BL: int32 document number of each token, or None if documents may see each other. With
       "tokamax" the tokens of a document are neighbours.
     implementation: "xla"; "cudnn" (fused, NVIDIA GPU, 16-bit inputs), where a segment mask becomes
-      a [B, 1, L, L] bias; or "tokamax" (fused, Hopper, 16-bit inputs), without such an array.
+      a [B, 1, L, L] bias; "tokamax" (fused, Hopper, 16-bit inputs), without such an array; or
+      "fixed_order" (kernels/attention/fixed_order.py), which has no gradient.
     layout: of activations, for "tokamax" and a recipe.
     recipe: of quantized products, which are emulated (kernels/attention/reference.py) whatever the
       implementation is; None for those of the dtype.
@@ -45,6 +46,9 @@ def attention(
     first_key_BL = None if segments_BL is None else first_keys(segments_BL)
     run = collectives.on_mesh(_tokamax, layout, in_specs, layout.act_spec("BLHK"))
     return run(q_BLHK, k_BMGK, v_BMGK, first_key_BL)
+  if implementation == "fixed_order":
+    run = collectives.on_mesh(_fixed_order, layout, in_specs, layout.act_spec("BLHK"))
+    return run(q_BLHK, k_BMGK, v_BMGK, segments_BL)
   dtype = q_BLHK.dtype
   if implementation == "xla" and dtype == jnp.float16:
     # JAX asks XLA for F16_F16_F32 products, which XLA:CPU does not have.
@@ -64,17 +68,21 @@ def attention(
 
 
 @jax.named_scope("attention")
-def cached_attention(q_BLHK, k_BMGK, v_BMGK, positions_BL):
+def cached_attention(q_BLHK, k_BMGK, v_BMGK, positions_BL, implementation: Implementation = "xla"):
   """Grouped-query attention of new tokens to a cache that holds their own keys already.
 
   Args:
     q_BLHK: queries; H is a multiple of G.
     k_BMGK, v_BMGK: keys and values by position in the sequence; what lies beyond a token is unread.
     positions_BL: int32 position of each query: it sees the first position + 1 keys.
+    implementation: "fixed_order"; any other is XLA's.
 
   Returns:
     [B, L, H, K] in q's dtype; softmax in float32.
   """
+  if implementation == "fixed_order":
+    first_BL = jnp.zeros_like(positions_BL)
+    return fixed_order.forward(q_BLHK, k_BMGK, v_BMGK, first_BL, positions_BL)
   dtype = q_BLHK.dtype
   if dtype == jnp.float16:  # as above
     q_BLHK, k_BMGK, v_BMGK = (x.astype(jnp.float32) for x in (q_BLHK, k_BMGK, v_BMGK))
@@ -82,6 +90,12 @@ def cached_attention(q_BLHK, k_BMGK, v_BMGK, positions_BL):
   return jax.nn.dot_product_attention(
     q_BLHK, k_BMGK, v_BMGK, mask=mask, scale=q_BLHK.shape[-1] ** -0.5, implementation="xla"
   ).astype(dtype)
+
+
+def _fixed_order(q_BLHK, k_BMGK, v_BMGK, segments_BL):
+  last_BL = jnp.broadcast_to(jnp.arange(q_BLHK.shape[1], dtype=jnp.int32), q_BLHK.shape[:2])
+  first_BL = jnp.zeros_like(last_BL) if segments_BL is None else first_keys(segments_BL)
+  return fixed_order.forward(q_BLHK, k_BMGK, v_BMGK, first_BL, last_BL)
 
 
 def first_keys(segments_BL):

@@ -138,7 +138,7 @@ def _run(static, *args, is_differentiated: bool):
       of_logits = logits_site and tensor_stats.nothing(logits_site.tap.shape)
       carry += (dhead, tensor_stats.nothing(tap.shape), of_logits)
     xs = (h, targets, weights, sources, teacher and teacher.h_BLD)
-    (sums, *rest), dh = _for_chunks(one, carry, chunk, *xs)
+    (sums, *rest), dh = for_chunks(one, carry, chunk, *xs)
     sums = jax.tree.map(lambda x: collectives.sum_over(x, layout, "B"), sums)
     if not is_differentiated:
       return (sums,)
@@ -255,7 +255,25 @@ def _distilled(logits_BCV, teacher_BCV, ce_BC, g_BCV, weights_BC, teacher: Teach
   return loss_BC, g_BCV, jnp.stack([jnp.sum(ce_BC), jnp.sum(kl_BC)])
 
 
-def _for_chunks(step, carry, chunk: int, *arrays_BL):
+def log_probs(t, logits_BLV, targets_BL):
+  """float32 [B, L]: log-probability of every target under logits / t."""
+  logits_BLV = logits_BLV / t
+  logits_BLV = logits_BLV - jnp.max(logits_BLV, axis=-1, keepdims=True)
+  of_target = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)[..., 0]
+  return of_target - jnp.log(jnp.sum(jnp.exp(logits_BLV), axis=-1))
+
+
+def sums_of(loss_BL, batch, num_sources: int):
+  """(sum of the batch's weights times these losses, {"by_source": the same by source, or absent}),
+  as `cross_entropy_by_source` gives them."""
+  sources_BL = batch.get("sources_BL")
+  start = jnp.zeros(()), None if sources_BL is None else jnp.zeros((num_sources, 2)), None
+  weights_BL = batch["weights_BL"]
+  loss, by_source, _ = _added(start, weights_BL * loss_BL, weights_BL, sources_BL, None)
+  return loss, {} if by_source is None else {"by_source": by_source}
+
+
+def for_chunks(step, carry, chunk: int, *arrays_BL):
   """`jax.lax.scan` over chunks of the second axis; the last chunk may be shorter, an array None.
 
   Returns:

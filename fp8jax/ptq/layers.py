@@ -91,7 +91,7 @@ def _batch(tokens_BL) -> dict[str, jax.Array]:
 
 
 def _advance(spec: TrainSpec, p, sites, x_BLD, batch):
-  context = transformer.layer_context(batch, spec.model)
+  context = transformer.layer_context(batch, spec.model, spec.run)
   return transformer.layer(x_BLD, (p, sites), context, spec.model, spec.run)[0]
 
 

@@ -72,7 +72,7 @@ def _measure(spec: TrainSpec, params, plain, sites, batch, x_BLD, start, hidden_
     x_BLD: the input of layer `start` in BF16.
     hidden_BLD: of BF16.
   """
-  context = transformer.layer_context(batch, spec.model)
+  context = transformer.layer_context(batch, spec.model, spec.run)
   for layers, of_sites, p in transformer.runs(sites, params["layers"]):
 
     def step(i, x_BLD, of_run=(p, of_sites), first=layers.start):
@@ -131,7 +131,7 @@ def _gradient(spec: TrainSpec, params, sites, batch):
 
 
 def _logits(spec: TrainSpec, params, sites, h_TD):
-  return transformer.head_logits(h_TD[None], params, sites, spec.model)[0]
+  return transformer.head_logits(h_TD[None], params, sites, spec.model, spec.run)[0]
 
 
 def _nll(logits_TV, targets_T):

@@ -116,7 +116,7 @@ def take(spec, state, sites, batch, rate, by_param=False, teacher=None) -> updat
 def _forward(spec, x_BLD, params, sites, batch):
   """(the residual stream after all layers, their saved inputs: stacks, one per run, Aux)."""
   cfg, run, inputs, total = spec.model, spec.run, [], Aux()
-  context = transformer.layer_context(batch, cfg)
+  context = transformer.layer_context(batch, cfg, run)
 
   def forward(x_BLD, xs):
     i, s = xs
@@ -143,7 +143,7 @@ def _backward(
     g_aux: the gradient of every aux loss.
   """
   cfg, run, stats = spec.model, spec.run, []
-  context = transformer.layer_context(batch, cfg)
+  context = transformer.layer_context(batch, cfg, run)
 
   def backward(carry, xs):
     g_BLD, progress = carry

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -67,7 +68,7 @@ class StepFn:
   def _beside(self, state):
     """The key on the state's devices: from the host it would be a transfer that nobody asked for,
     which the loop of training refuses (jax.transfer_guard), where a recipe draws random bits."""
-    if isinstance(state.step, jax.core.Tracer):  # inside another program nothing is transferred
+    if isinstance(state.step, core.Tracer):  # inside another program nothing is transferred
       return self.key
     where = state.step.sharding
     if where not in self._placed:

@@ -102,7 +102,7 @@ def _oracle(params, cfg, host):
   plain = harness.tiny_spec(harness.tiny_config("bf16", **MIXERS))
   sites = plain.sites()
   x_BLD = transformer.embed(params, sites, batch, cfg, plain.run)
-  context = transformer.layer_context(batch, cfg)
+  context = transformer.layer_context(batch, cfg, plain.run)
   balance, first = 0.0, 0.0
   for i in range(cfg.num_layers):
     p, s = jax.tree.map(lambda x, i=i: x[i], (params["layers"], sites["layers"][0]))

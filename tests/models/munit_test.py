@@ -39,7 +39,8 @@ def test_every_tensor_of_the_forward_pass_has_unit_variance_at_the_start(rng):
     for m in transformer.mixers(cfg)
   }
   positions = jnp.broadcast_to(jnp.arange(64), (4, 64))
-  context = transformer.layer_context({"tokens_BL": positions, "positions_BL": positions}, cfg)
+  batch = {"tokens_BL": positions, "positions_BL": positions}
+  context = transformer.layer_context(batch, cfg, run)
   for mixer in transformer.mixers(cfg):
     out, _ = mixer.apply(p[mixer.key], sites[mixer.key], x, context, cfg, run)
     # sqrt(1 - tau) x and, of RMS 1 in every token, sqrt(tau) norm(f(x)).

@@ -14,7 +14,7 @@ import tolerances
 import fp8jax
 from fp8jax import axes, formats, mesh
 from fp8jax.formats import E2M1, E4M3, E4M3_240, E5M2
-from fp8jax.generation import weights
+from fp8jax.ops import multiplied
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dots import dot
 from fp8jax.quantization import hadamard, quantize, tensor_stats
@@ -524,7 +524,7 @@ def test_recipes_survive_json_and_are_found_by_name(recipe):
 def test_generation_keeps_a_weight_that_compensation_multiplies(rng):
   w = rng.standard_normal((64, 32)).astype(F32)
   kept, codes = (
-    weights.quantized(w, site_lib.single(PAPERS[name]), "TD,DF->TF", "bfloat16")
+    multiplied.as_multiplied(w, site_lib.single(PAPERS[name]), "TD,DF->TF", "bfloat16")
     for name in ("fp4_occ", "fp4_w4a4")
   )
   np.testing.assert_array_equal(kept, w)

@@ -1,0 +1,50 @@
+"""A weight in the form that the forward GEMM of its site reads.
+
+Codes and scales if its recipe quantizes it, the very ones that the training forward pass makes;
+else an array in the compute dtype.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import axes
+from fp8jax.ops import collectives, operands, stored_params
+from fp8jax.ops.gemm_spec import Role, make_spec
+from fp8jax.ops.site import ScalingInputs, Site
+from fp8jax.quantization.stored_matrix import StoredMatrix
+
+
+@functools.partial(jax.jit, static_argnames=("eqn", "dtype"))
+def as_multiplied(w, site: Site, eqn: str, dtype):
+  """A weight as the forward GEMM of its site reads it: a StoredMatrix, or an array in `dtype`.
+
+  Args:
+    w: as it is stored; or what this function made of it.
+    site: not stacked.
+    eqn: of the GEMM, "BLD,DF->BLF".
+    dtype: compute dtype.
+  """
+  if isinstance(w, StoredMatrix) and w.weight_shape is not None:
+    return w
+  w = stored_params.gemm_operand(w)
+  letters, _, of_w = eqn.partition("->")[0].partition(",")
+  sizes = dict(zip(of_w, w.shape))
+  x = jax.ShapeDtypeStruct(tuple(sizes.get(c, 1) for c in letters), jnp.dtype(dtype))
+  spec = make_spec(eqn, x, w, site)
+  quant = spec.quant(Role.W_FWD)
+  if quant is None:
+    return axes.constrain(stored_params.compute_copy(w).astype(dtype), of_w, site.layout)
+  if spec.recipe.fwd.compensates:  # what was clamped is multiplied by the weight itself
+    return axes.constrain(stored_params.compute_copy(w), of_w, site.layout)
+
+  def local(w, inputs):
+    made = operands.operand(spec, Role.W_FWD, w, inputs).value
+    return made.data, made.scale
+
+  out, place = spec.quantized_spec(Role.W_FWD), jax.sharding.PartitionSpec()
+  in_specs = (operands.weight_specs(spec, w), place)
+  run = collectives.on_mesh(local, site.layout, in_specs, (out.data, out.scale))
+  data, scale = run(w, ScalingInputs.of(site))
+  return StoredMatrix(data, scale, len(spec.letters.contracted), quant, w.shape)

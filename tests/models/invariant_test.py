@@ -1,0 +1,238 @@
+"""precision.invariant: one token, one set of bits, in programs of different shapes.
+
+The oracle is another program: of another batch, packing, length, device count or job. That these
+differ without the invariant pass is a test of its own, and float64 NumPy says what is computed.
+"""
+
+import dataclasses
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_model
+import pytest
+
+from fp8jax import axes, mesh
+from fp8jax import params as params_lib
+from fp8jax.config import resolve
+from fp8jax.errors import ConfigError
+from fp8jax.generation import decode, weights
+from fp8jax.generation.sampling import Method
+from fp8jax.kernels.attention import fixed_order
+from fp8jax.models import invariant, transformer
+from fp8jax.models.config import ComputeConfig
+from fp8jax.ops import cross_entropy, site_tree
+from fp8jax.ops import site as site_lib
+
+SLOW = pytest.mark.slow
+# Large weights: an unlike rounding of one activation moves the loss.
+CFG = dataclasses.replace(
+  harness.TINY, hidden_size=192, intermediate_size=320, num_heads=4, num_kv_heads=2, head_dim=32,
+  init_std=0.1, qk_norm=True, qkv_bias=True, max_positions=160,
+)  # fmt: skip
+GREEDY = Method(is_greedy=True, top_k=0, has_top_p=False)
+TEXTS = np.random.default_rng(0).integers(0, CFG.vocab_size, (3, 71)).astype(np.int32)
+
+
+@functools.cache
+def params():
+  return params_lib.init(jax.random.key(0), transformer.params(CFG), CFG.dims)
+
+
+def packed(rows, length: int):
+  """A batch whose rows are [(number of the text, its tokens)] one after the other, then padding."""
+  batch = {
+    f"{name}_BL": np.zeros((len(rows), length), np.int32)
+    for name in ("tokens", "targets", "segments", "positions")
+  }
+  for b, texts in enumerate(rows):
+    at = 0
+    for n, (number, size) in enumerate(texts):
+      here = slice(at, at + size)
+      batch["tokens_BL"][b, here] = TEXTS[number, :size]
+      batch["targets_BL"][b, here] = TEXTS[number, 1 : size + 1]
+      batch["segments_BL"][b, here], batch["positions_BL"][b, here] = n + 1, np.arange(size)
+      at += size
+  weights_BL = (batch["segments_BL"] > 0).astype(np.float32)
+  return jax.tree.map(jnp.asarray, {**batch, "weights_BL": weights_BL})
+
+
+class Model:
+  """One recipe's programs."""
+
+  def __init__(self, recipe: str, dtype: str, *, is_invariant=True, layout=axes.LOCAL):
+    self.run = ComputeConfig(
+      jnp.dtype(dtype), loss_chunk=16, layout=layout, remat="full", is_invariant=is_invariant
+    )
+    rules = (("head", "bf16"), ("layers/.*", recipe))
+    sites = site_tree.build_sites(transformer.site_params(CFG), CFG.dims, rules, layout)
+    self.sites = site_lib.with_current_scales(sites)
+    self.served = weights.for_inference(params(), self.sites, CFG, self.run.dtype)
+
+  @functools.cached_property
+  def logp(self):
+    """Log-probabilities as training has them: of parameters as they are stored."""
+
+    def function(params, batch):
+      h_BLD = transformer.hidden(params, self.sites, batch, CFG, self.run)
+      return transformer.log_probs(
+        h_BLD, params, self.sites, batch["targets_BL"], CFG, self.run
+      )[0]  # fmt: skip
+
+    return lambda batch: np.asarray(jax.jit(function)(params(), batch))
+
+  def scored(self, batch):
+    """As Generator.score has them: of weights that were quantized before."""
+    keep = ("tokens_BL", "targets_BL", "positions_BL")
+    score = functools.partial(decode.score, chunk=16, cfg=CFG, run=self.run)
+    return np.asarray(jax.jit(score)(self.served, self.sites, {k: batch[k] for k in keep})[0])
+
+  def decoded(self, number: int, start: int, count: int):
+    """Token by token after a prompt of `start` tokens in a bucket of 16, in the second of three
+    slots, whose neighbours do something else."""
+    slots = decode.Slots.empty(CFG, 3, 96, "compute", self.run.dtype)
+    tokens_RL = np.pad(TEXTS[number : number + 1, :start], [(0, 0), (0, 16 - start)])
+    prompts = {
+      "tokens_RL": jnp.asarray(tokens_RL),
+      "lengths_R": jnp.array([start]), "rows_R": jnp.array([1]),
+      "seeds_R": jnp.zeros(1, jnp.uint32),
+    }  # fmt: skip
+    fill = functools.partial(decode.prefill, method=GREEDY, cfg=CFG, run=self.run)
+    slots, _ = jax.jit(fill)(self.served, self.sites, slots, prompts, 1.0, 1.0)
+    of_rows = invariant.of_tokens(cross_entropy.log_probs, self.run)
+
+    @jax.jit
+    def step(slots, tokens_B, positions_B, targets_B):
+      slots = dataclasses.replace(slots, tokens_B=tokens_B, positions_B=positions_B)
+      logits_BV, cache = decode.next_logits(self.served, self.sites, slots, CFG, self.run)
+      logp_BL = of_rows(jnp.float32(1), logits_BV[:, None], targets_B[:, None])
+      return dataclasses.replace(slots, cache=cache), logp_BL[1, 0]
+
+    found = []
+    for at in range(start, start + count):
+      near = jnp.array([3, TEXTS[number, at], 7]), jnp.array([at + 9, at, 0])
+      slots, logp = step(slots, *near, jnp.array([0, TEXTS[number, at + 1], 0]))
+      found.append(float(logp))
+    return np.array(found, np.float32)
+
+
+def differences(model: Model) -> dict[str, np.ndarray]:
+  """Of every other program: its log-probabilities minus those of the three texts in a batch."""
+  want = model.logp(packed([[(n, 70)] for n in range(3)], 70))
+  several = model.logp(packed([[(1, 21), (0, 70), (2, 40)]], 150))[0]
+  scored = model.scored(packed([[(0, 70)], [(2, 50)]], 80))
+  return {
+    "alone, cut short": model.logp(packed([[(0, 33)]], 40))[0, :33] - want[0, :33],
+    "packed": np.concatenate([several[21:91] - want[0], several[91:131] - want[2, :40]]),
+    "scored": np.concatenate([scored[0, :70] - want[0], scored[1, :50] - want[2, :50]]),
+    "prefilled, decoded": model.decoded(0, 9, 30) - want[0, 9:39],
+  }
+
+
+RECIPES = [("block_128", "float32"), *(
+  pytest.param(*one, marks=SLOW)
+  for one in (("block_128", "bfloat16"), ("bf16", "float32"), ("rowwise", "float32"),
+              ("mxfp4_ste", "bfloat16"), ("w4a16_g64", "float32"), ("int8", "bfloat16"))
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), RECIPES)
+def test_a_token_has_the_same_bits_in_every_program(recipe, dtype):
+  found = differences(Model(recipe, dtype))
+  assert {name: float(np.abs(x).max()) for name, x in found.items()} == dict.fromkeys(found, 0.0)
+
+
+def test_without_it_they_differ():
+  """The comparison above can fail: as it is, sums come in another order."""
+  model = Model("block_128", "float32", is_invariant=False)
+  want = model.logp(packed([[(n, 70)] for n in range(3)], 70))
+  assert np.abs(model.logp(packed([[(0, 33)]], 40))[0, :33] - want[0, :33]).max() > 0
+
+
+def _loss_and_gradient(model):
+  batch = packed([[(1, 21), (0, 48)], [(2, 70)]], 70)
+
+  def loss(params):
+    return transformer.loss(params, model.sites, batch, CFG, model.run)
+
+  return jax.jit(jax.value_and_grad(loss))(params())
+
+
+@SLOW
+def test_loss_of_training_is_that_of_scoring_and_gradients_are_the_plain_ones():
+  model = Model("block_128", "bfloat16")
+  batch = packed([[(1, 21), (0, 48)], [(2, 70)]], 70)
+  loss, gradient = _loss_and_gradient(model)
+  _, plain = _loss_and_gradient(Model("block_128", "bfloat16", is_invariant=False))
+  logp_BL = model.logp(batch).astype(np.float64)
+  np.testing.assert_allclose(loss, -(logp_BL * batch["weights_BL"]).sum(), rtol=1e-6)
+  norm = lambda tree: float(np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(tree))))  # noqa: E731
+  apart = jax.tree.map(lambda a, b: a - b, gradient, plain)
+  assert 0 < norm(apart) < 0.1 * norm(plain)  # of layers' inputs that are rounded otherwise
+
+
+@SLOW
+def test_a_mesh_has_the_bits_of_one_device():
+  c = harness.tiny_config("block_128")
+  tables = tuple(axes.as_rules(t) for t in (c.sharding.weights, c.sharding.acts))
+  layout = axes.Layout(mesh.make((4, 2, 1)), *tables)
+  rows = [[(n % 3, 70 - n)] for n in range(8)]
+  want = Model("block_128", "bfloat16").logp(packed(rows, 70))
+  model = Model("block_128", "bfloat16", layout=layout)
+  batch = jax.tree.map(lambda x: jax.device_put(x, layout.act_sharding("BL")), packed(rows, 70))
+  np.testing.assert_array_equal(model.logp(batch), want)
+
+
+def test_it_computes_what_numpy_does():
+  batch = packed([[(1, 21), (0, 48)]], 70)
+  got = Model("bf16", "float32").logp(batch)
+  logits = numpy_model.logits(CFG, params(), jax.tree.map(np.asarray, batch))
+  logp = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+  logp = np.take_along_axis(
+    logp - logits.max(-1, keepdims=True), batch["targets_BL"][..., None], -1
+  )
+  np.testing.assert_allclose(got[0, :69], logp[0, :69, 0], atol=2e-4)
+
+
+def test_attention_of_keys_that_queries_see_is_numpys():
+  """Uneven documents over the tiles of queries and of keys; the last query sees nothing."""
+  rng = np.random.default_rng(1)
+  q, k, v = (rng.standard_normal((2, 90, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+  first = np.stack([np.repeat([0, 17, 85], [17, 68, 5]), np.zeros(90, int)]).astype(np.int32)
+  last = np.broadcast_to(np.arange(90, dtype=np.int32), (2, 90)).copy()
+  last[0, 40] = 30  # sees its document's beginning alone
+  got = jax.jit(fixed_order.forward)(q, k, v, first, last)
+  keys = np.arange(90)
+  visible = (keys >= first[..., None]) & (keys <= last[..., None])
+  want = numpy_model.attend(*(x.astype(np.float64) for x in (q, k, v)), visible)
+  np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+REFUSED = {
+  "tensor scales": ({"precision.rules": ((".*", "tensor_current"),)}, "is not of a token"),
+  "two levels": ({"precision.rules": (("head", "bf16"), (".*", "nvfp4_ste"))}, "not of a token"),
+  "rematerialised": ({"memory.remat_policy": "none"}, "memory.remat_policy='none'"),
+  "in backward": ({"optim.in_backward": True}, "optim.in_backward=True: a layer"),
+  "smooth": ({"precision.smooth_swiglu": "channel"}, "take 'token'"),
+  "attention": ({"precision.attention": "fa3"}, "of many tokens"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_promised_is_refused(name):
+  changes, text = REFUSED[name]
+  changes = {"precision.invariant": True, "memory.remat_policy": "full", **changes}
+  with pytest.raises(ConfigError, match=text):
+    harness.tiny_spec(harness.tiny_config("block_128", **changes))
+
+
+def test_a_split_of_tokens_and_a_gpu_are_refused():
+  own = {"precision.invariant": True, "memory.remat_policy": "full"}
+  with pytest.raises(ConfigError, match="numbers over tensor"):
+    harness.tiny_spec(harness.tiny_config("block_128", **own), (2, 2, 2))
+  with pytest.raises(ConfigError, match="choose how to sum"):
+    resolve.resolve(harness.tiny_config("block_128", **own), 1, harness.HOPPER)
+  harness.tiny_spec(harness.tiny_config("block_128", **own), (4, 2, 1))
+  harness.tiny_spec(harness.tiny_config("tensor_delayed", **own))
