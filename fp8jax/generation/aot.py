@@ -41,7 +41,7 @@ def lower(spec: train_spec.TrainSpec, devices, rows: int, length: int, cache_for
 
   entries = slots.cache.of_entries(lambda x: put(x, *run.layout.act_spec("NBMGK"[: x.ndim])))
   cache = dataclasses.replace(entries, scales=jax.tree.map(put, entries.scales))
-  vectors: Any = map(put, (slots.tokens_B, slots.positions_B, slots.seeds_B))
+  vectors: Any = map(put, (slots.tokens_B, slots.positions_B, slots.seeds_B, slots.logp_B))
   static = functools.partial(decode.decode, method=method_of(Sampling()), cfg=cfg, run=run)
   options = choose.compiler_options(spec.device)
   program = jax.jit(static, donate_argnums=2, compiler_options=options)

@@ -153,9 +153,9 @@ class Generator:
         requests.append(batching.Request(prompt, limit, seed, index, number))
         growing[index, number] = Growing(self.tokenizer.decode, texts, self.end_ids, ids, limit)
 
-    def push(request: batching.Request, token: int) -> bool:
+    def push(request: batching.Request, token: int, logp: float) -> bool:
       place = request.index, request.number
-      piece = growing[place].push(token)
+      piece = growing[place].push(token, logp)
       if result := growing[place].result:
         done[place] = result
       if on_text is not None and (piece or result):
@@ -256,7 +256,7 @@ class Generator:
 def load(
   folder: str, *, recipe: str = "bf16", compute_dtype: str = "auto", slots: int = 8,
   cache_format: str = COMPUTE, max_length: int = 0, stop_tokens: Sequence[str] = (),
-  data: int = 1, tensor: int = 1,
+  data: int = 1, tensor: int = 1, is_invariant: bool = False,
 ) -> Generator:  # fmt: skip
   """The generator of a Hugging Face folder.
 
@@ -267,6 +267,7 @@ def load(
     slots, cache_format, max_length: see Generator.
     stop_tokens: names of further end tokens.
     data, tensor: devices that sequences, and heads, features and vocabulary, are split over.
+    is_invariant: precision.invariant.
 
   Raises:
     UserError, FileNotFoundError: the folder is incomplete or holds another kind of model, or the
@@ -282,7 +283,7 @@ def load(
   dtype = choose.compute_dtype(device) if compute_dtype == "auto" else compute_dtype
   problems = ConfigErrors()
   layout = problems.attempt(lambda: _layout(data, tensor)) or axes.LOCAL
-  run = ComputeConfig(jax.numpy.dtype(dtype), layout=layout)
+  run = ComputeConfig(jax.numpy.dtype(dtype), layout=layout, is_invariant=is_invariant)
   rules = (("head", "bf16"), ("layers/.*", recipe))
   declaration = transformer.site_params(cfg)
   of_model = (transformer.params(cfg), declaration, cfg)
@@ -357,6 +358,11 @@ def problems_of(cfg: ModelConfig, run: ComputeConfig) -> list[str]:
     texts.append(
       f"{jax.process_count()} processes: prompts are read and completions written by one, and a "
       "second would need the same ones at the same time; start one process for all of its devices"
+    )
+  if run.is_invariant and run.layout.mesh is not None:
+    texts.append(
+      "precision.invariant=True on a mesh: tokens are decoded in tiles on one device; set mesh.data, "
+      "mesh.fsdp and mesh.tensor to 1, or precision.invariant=False"
     )
   if run.attention_recipe is not None:
     texts.append(

@@ -113,7 +113,7 @@ class Engine:
     requests: Iterable[Request],
     sampling: Sampling,
     length: int,
-    push: Callable[[Request, int], bool],
+    push: Callable[[Request, int, float], bool],
   ):
     """Generates for every request until it is done.
 
@@ -121,7 +121,8 @@ class Engine:
       requests: in the order in which they take slots.
       sampling: its temperature, top_k and top_p.
       length: positions per slot; prompt and completion of every request fit.
-      push: takes a request's next token, NO_TOKEN for none, and says whether that was its last.
+      push: takes a request's next token, NO_TOKEN for none, with its log-probability (Slots.logp_B),
+        and says whether that was its last.
     """
     drawn, weights = dict(method=method_of(sampling)), self.weights
     numbers = (np.float32(sampling.temperature), np.float32(sampling.top_p))
@@ -130,10 +131,10 @@ class Engine:
     free = [list(range(n * own, (n + 1) * own)) for n in range(self._shards)]
     active: dict[int, Request] = {}
 
-    def take(row: int, request: Request, token: int):
+    def take(row: int, request: Request, token: int, logp: float):
       nonlocal slots
       active[row] = request
-      if push(request, token):
+      if push(request, token, logp):
         del active[row]
         free[row // own].append(row)
       if token == NO_TOKEN:
@@ -144,15 +145,15 @@ class Engine:
         chosen = _next(waiting, free, length)
         prompts = self._padded(chosen, length)
         slots, first = self._prefill(*weights, slots, prompts, *numbers, **drawn)
-        first = np.asarray(first)
+        first, logp = map(np.asarray, first)
         for shard, (request, row) in chosen.items():
-          take(row, request, int(first[shard]))
+          take(row, request, int(first[shard]), float(logp[shard]))
       if not active:
         continue
       slots = self._decode(*weights, slots, *numbers, **drawn)
-      tokens = np.asarray(slots.tokens_B)
+      tokens, logp = jax.device_get((slots.tokens_B, slots.logp_B))
       for row, request in list(active.items()):
-        take(row, request, int(tokens[row]))
+        take(row, request, int(tokens[row]), float(logp[row]))
 
   def _padded(self, chosen: Mapping[int, tuple[Request, int]], length: int):
     """The `prompts` of decode.prefill; a device without one computes what no row takes."""

@@ -18,11 +18,13 @@ class Completion:
     tokens: all that were generated, the end token and those of a stop text among them.
     text: of the tokens, without the end token, cut before a stop text.
     finish_reason: "eos", "stop", "length", or "error" where logits were not finite.
+    logp: of every token its log-probability in nats, see decode.Slots.logp_B.
   """
 
   tokens: tuple[int, ...]
   text: str
   finish_reason: str
+  logp: tuple[float, ...] = ()
 
 
 class TextStream:
@@ -98,14 +100,16 @@ class Growing:
       limit: tokens after which it ends.
     """
     self.tokens: list[int] = []
+    self.logp: list[float] = []
     self.result: Completion | None = None
     self._stream = TextStream(decode, stop)
     self._end_ids, self._stop_ids, self._limit = end_ids, stop_ids, limit
 
-  def push(self, token: int) -> str:
+  def push(self, token: int, logp: float = 0.0) -> str:
     """The piece of text that one more token makes certain; `result` is set by the last token."""
     if token != NO_TOKEN:
       self.tokens.append(token)
+      self.logp.append(logp)
     reason, piece = "", ""
     if token == NO_TOKEN:
       reason = ERROR
@@ -121,5 +125,5 @@ class Growing:
         reason = LENGTH
     if reason:
       piece += self._stream.finish()
-      self.result = Completion(tuple(self.tokens), self._stream.text, reason)
+      self.result = Completion(tuple(self.tokens), self._stream.text, reason, tuple(self.logp))
     return piece

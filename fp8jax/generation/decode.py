@@ -14,10 +14,10 @@ from fp8jax import axes
 from fp8jax.generation import cache as cache_lib
 from fp8jax.generation import sampling
 from fp8jax.generation.sampling import Method
-from fp8jax.models import transformer
+from fp8jax.models import invariant, transformer
 from fp8jax.models.attention_gqa import KEY
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.ops import collectives
+from fp8jax.ops import collectives, cross_entropy
 
 
 @jax.tree_util.register_dataclass
@@ -30,12 +30,15 @@ class Slots:
     tokens_B: int32, the newest token of each.
     positions_B: int32, its position.
     seeds_B: uint32, see sampling.row_seed.
+    logp_B: float32, log-probability of the newest token under logits / temperature, of the whole
+      vocabulary whatever it was drawn from; greedily under the logits.
   """
 
   cache: cache_lib.KVCache
   tokens_B: jax.Array
   positions_B: jax.Array
   seeds_B: jax.Array
+  logp_B: jax.Array
 
   @classmethod
   def empty(
@@ -45,7 +48,8 @@ class Slots:
     """So many slots without a sequence; see KVCache.zeros."""
     zeros = jnp.zeros(rows, jnp.int32)
     cache = cache_lib.KVCache.zeros(cfg, rows, length, format_, dtype, layout, scales)
-    return cls(cache, zeros, zeros + 0, zeros.astype(jnp.uint32)).placed()
+    of_tokens = (zeros, zeros + 0, zeros.astype(jnp.uint32), zeros.astype(jnp.float32))
+    return cls(cache, *of_tokens).placed()
 
   def cleared(self, row: int) -> "Slots":
     """These with zeros in a slot: 0 times a NaN that the mask hides would be a NaN for the next."""
@@ -61,7 +65,7 @@ class Slots:
   def placed(self) -> "Slots":
     """These where they belong, inside a program: all but the cache on every device."""
     whole = lambda x: axes.constrain(x, "S", self.cache.layout)  # noqa: E731
-    vectors = map(whole, (self.tokens_B, self.positions_B, self.seeds_B))
+    vectors = map(whole, (self.tokens_B, self.positions_B, self.seeds_B, self.logp_B))
     return Slots(self.cache.placed(), *vectors)
 
 
@@ -69,7 +73,7 @@ def prefill(
   params, sites, slots: Slots, prompts, temperature, top_p, *, method: Method,
   cfg: ModelConfig, run: ComputeConfig,
 ):  # fmt: skip
-  """(slots that hold the prompts, int32 [R] their first sampled tokens).
+  """(slots that hold the prompts, (int32 [R] their first sampled tokens, float32 [R] logp)).
 
   Args:
     prompts: {"tokens_RL", "lengths_R", "rows_R", "seeds_R"}: int32 tokens, padded on the right to
@@ -86,13 +90,14 @@ def prefill(
   last_RLD = jnp.take_along_axis(h_RLD, lengths_R[:, None, None] - 1, axis=1)
   logits_RLV = transformer.head_logits(last_RLD, params, sites, cfg, run)
   drawn = (seeds_R, lengths_R, temperature, top_p)
-  first_R = _sampled(logits_RLV[:, 0], *drawn, method=method, layout=run.layout)
+  first_R, logp_R = _sampled(logits_RLV[:, 0], *drawn, method=method, run=run)
   return Slots(
     slots.cache.write(aux.states[KEY], rows_R, positions_RL),
     slots.tokens_B.at[rows_R].set(first_R),
     slots.positions_B.at[rows_R].set(lengths_R),
     slots.seeds_B.at[rows_R].set(seeds_R),
-  ).placed(), axes.constrain(first_R, "R", run.layout)
+    slots.logp_B.at[rows_R].set(logp_R),
+  ).placed(), tuple(axes.constrain(x, "R", run.layout) for x in (first_R, logp_R))
 
 
 def decode(
@@ -104,8 +109,8 @@ def decode(
   # An idle slot must not walk out of the cache: rotations and masks are of its positions.
   positions_B = jnp.minimum(slots.positions_B + 1, slots.cache.length - 1)
   drawn = (slots.seeds_B, positions_B, temperature, top_p)
-  tokens_B = _sampled(logits_BV, *drawn, method=method, layout=run.layout)
-  return Slots(cache, tokens_B, positions_B, slots.seeds_B).placed()
+  tokens_B, logp_B = _sampled(logits_BV, *drawn, method=method, run=run)
+  return Slots(cache, tokens_B, positions_B, slots.seeds_B, logp_B).placed()
 
 
 def next_logits(params, sites, slots: Slots, cfg: ModelConfig, run: ComputeConfig):
@@ -119,13 +124,17 @@ def next_logits(params, sites, slots: Slots, cfg: ModelConfig, run: ComputeConfi
   return transformer.head_logits(h_BLD, params, sites, cfg, run)[:, 0], cache
 
 
-def _sampled(logits_BV, *drawn, method: Method, layout: axes.Layout):
-  """sampling.sample: a device has all of the vocabulary of its rows; those that share a row draw
-  the same token."""
-  local = functools.partial(sampling.sample, method=method)
+def _sampled(logits_BV, *drawn, method: Method, run: ComputeConfig):
+  """(sampling.sample, Slots.logp_B): a device has all of the vocabulary of its rows; those that
+  share a row draw the same token."""
+  local, layout = functools.partial(sampling.sample, method=method), run.layout
   rows, whole = layout.act_spec("B"), jax.sharding.PartitionSpec()
   in_specs = (layout.act_spec("BS"), rows, rows, whole, whole)
-  return collectives.on_mesh(local, layout, in_specs, rows)(logits_BV, *drawn)
+  tokens_B = collectives.on_mesh(local, layout, in_specs, rows)(logits_BV, *drawn)
+  temperature = jnp.float32(1) if method.is_greedy else drawn[2]
+  of_rows = invariant.of_tokens(cross_entropy.log_probs, run)
+  logp_BL = of_rows(temperature, logits_BV[:, None], jnp.maximum(tokens_B, 0)[:, None])
+  return tokens_B, logp_BL[:, 0]
 
 
 def score(params, sites, batch, *, chunk: int, cfg: ModelConfig, run: ComputeConfig):

@@ -150,7 +150,8 @@ class JsonLines:
       return
     line = {
       "index": index, "sample": number, **self._records[index], "text": completion.text,
-      "tokens": completion.tokens, "finish_reason": completion.finish_reason,
+      "tokens": completion.tokens, "logp": completion.logp,
+      "finish_reason": completion.finish_reason,
     }  # fmt: skip
     self._out.write(json.dumps(line, ensure_ascii=False) + "\n")
     self._out.flush()

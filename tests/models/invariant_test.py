@@ -17,13 +17,14 @@ import pytest
 from fp8jax import axes, mesh
 from fp8jax import params as params_lib
 from fp8jax.config import resolve
+from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import ConfigError
-from fp8jax.generation import decode, weights
-from fp8jax.generation.sampling import Method
+from fp8jax.generation import api, decode, weights
+from fp8jax.generation.settings import Sampling
 from fp8jax.kernels.attention import fixed_order
-from fp8jax.models import invariant, transformer
+from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig
-from fp8jax.ops import cross_entropy, site_tree
+from fp8jax.ops import site_tree
 from fp8jax.ops import site as site_lib
 
 SLOW = pytest.mark.slow
@@ -32,7 +33,6 @@ CFG = dataclasses.replace(
   harness.TINY, hidden_size=192, intermediate_size=320, num_heads=4, num_kv_heads=2, head_dim=32,
   init_std=0.1, qk_norm=True, qkv_bias=True, max_positions=160,
 )  # fmt: skip
-GREEDY = Method(is_greedy=True, top_k=0, has_top_p=False)
 TEXTS = np.random.default_rng(0).integers(0, CFG.vocab_size, (3, 71)).astype(np.int32)
 
 
@@ -75,13 +75,12 @@ class Model:
   def logp(self):
     """Log-probabilities as training has them: of parameters as they are stored."""
 
-    def function(params, batch):
+    def function(params, batch, t):
       h_BLD = transformer.hidden(params, self.sites, batch, CFG, self.run)
-      return transformer.log_probs(
-        h_BLD, params, self.sites, batch["targets_BL"], CFG, self.run
-      )[0]  # fmt: skip
+      of_head = (params, self.sites, batch["targets_BL"])
+      return transformer.log_probs(h_BLD, *of_head, CFG, self.run, t)[0]
 
-    return lambda batch: np.asarray(jax.jit(function)(params(), batch))
+    return lambda batch, t=1.0: np.asarray(jax.jit(function)(params(), batch, t))
 
   def scored(self, batch):
     """As Generator.score has them: of weights that were quantized before."""
@@ -89,33 +88,27 @@ class Model:
     score = functools.partial(decode.score, chunk=16, cfg=CFG, run=self.run)
     return np.asarray(jax.jit(score)(self.served, self.sites, {k: batch[k] for k in keep})[0])
 
-  def decoded(self, number: int, start: int, count: int):
-    """Token by token after a prompt of `start` tokens in a bucket of 16, in the second of three
-    slots, whose neighbours do something else."""
-    slots = decode.Slots.empty(CFG, 3, 96, "compute", self.run.dtype)
-    tokens_RL = np.pad(TEXTS[number : number + 1, :start], [(0, 0), (0, 16 - start)])
-    prompts = {
-      "tokens_RL": jnp.asarray(tokens_RL),
-      "lengths_R": jnp.array([start]), "rows_R": jnp.array([1]),
-      "seeds_R": jnp.zeros(1, jnp.uint32),
-    }  # fmt: skip
-    fill = functools.partial(decode.prefill, method=GREEDY, cfg=CFG, run=self.run)
-    slots, _ = jax.jit(fill)(self.served, self.sites, slots, prompts, 1.0, 1.0)
-    of_rows = invariant.of_tokens(cross_entropy.log_probs, self.run)
-
-    @jax.jit
-    def step(slots, tokens_B, positions_B, targets_B):
-      slots = dataclasses.replace(slots, tokens_B=tokens_B, positions_B=positions_B)
-      logits_BV, cache = decode.next_logits(self.served, self.sites, slots, CFG, self.run)
-      logp_BL = of_rows(jnp.float32(1), logits_BV[:, None], targets_B[:, None])
-      return dataclasses.replace(slots, cache=cache), logp_BL[1, 0]
-
-    found = []
-    for at in range(start, start + count):
-      near = jnp.array([3, TEXTS[number, at], 7]), jnp.array([at + 9, at, 0])
-      slots, logp = step(slots, *near, jnp.array([0, TEXTS[number, at + 1], 0]))
-      found.append(float(logp))
-    return np.array(found, np.float32)
+  def generated(self):
+    """(log-probabilities of drawn completions as the generator tells them, as training has them):
+    six completions of two prompts take turns in three slots."""
+    generator = api.Generator(
+      params(), self.sites, CFG, self.run, Tokenizer("bytes"), [10**6], slots=3, max_length=96
+    )
+    drawn = Sampling(temperature=0.8, max_new_tokens=20)
+    prompts = [TEXTS[0, :9].tolist(), TEXTS[1, :37].tolist()]
+    rows = [(p, c) for p, own in zip(prompts, generator.generate(prompts, drawn, 3)) for c in own]
+    batch = {
+      f"{name}_BL": np.zeros((6, 60), np.int32) for name in ("tokens", "targets", "positions")
+    }
+    batch["positions_BL"][:] = np.arange(60)
+    for b, (prompt, completion) in enumerate(rows):
+      text = [*prompt, *completion.tokens]
+      batch["tokens_BL"][b, : len(text) - 1], batch["targets_BL"][b, : len(text) - 1] = (
+        text[:-1], text[1:],
+      )  # fmt: skip
+    logp_BL = self.logp(jax.tree.map(jnp.asarray, batch), 0.8)
+    want = [logp_BL[b, len(p) - 1 : len(p) + 19] for b, (p, _) in enumerate(rows)]
+    return np.array([c.logp for _, c in rows], np.float32), np.array(want)
 
 
 def differences(model: Model) -> dict[str, np.ndarray]:
@@ -127,7 +120,7 @@ def differences(model: Model) -> dict[str, np.ndarray]:
     "alone, cut short": model.logp(packed([[(0, 33)]], 40))[0, :33] - want[0, :33],
     "packed": np.concatenate([several[21:91] - want[0], several[91:131] - want[2, :40]]),
     "scored": np.concatenate([scored[0, :70] - want[0], scored[1, :50] - want[2, :50]]),
-    "prefilled, decoded": model.decoded(0, 9, 30) - want[0, 9:39],
+    "prefilled, decoded": np.subtract(*model.generated()),
   }
 
 
@@ -149,6 +142,12 @@ def test_without_it_they_differ():
   model = Model("block_128", "float32", is_invariant=False)
   want = model.logp(packed([[(n, 70)] for n in range(3)], 70))
   assert np.abs(model.logp(packed([[(0, 33)]], 40))[0, :33] - want[0, :33]).max() > 0
+
+
+@SLOW
+def test_the_generators_log_probabilities_are_those_of_the_plain_pass_too():
+  got, want = Model("bf16", "float32", is_invariant=False).generated()
+  np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def _loss_and_gradient(model):
