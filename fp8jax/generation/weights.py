@@ -6,6 +6,7 @@ stay float32.
 """
 
 import functools
+import itertools
 from collections.abc import Mapping
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from fp8jax import axes
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
-from fp8jax.ops import collectives, operands, stored_params
+from fp8jax.ops import collectives, joint, operands, stored_params
 from fp8jax.ops.gemm_spec import Role, make_spec
 from fp8jax.ops.site import ScalingInputs, Site
 from fp8jax.quantization.stored_matrix import StoredMatrix
@@ -54,9 +55,11 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
     of_run = {key: dict(of_mixer) for key, of_mixer in stack.items()}
     for mixer in transformer.mixers(cfg):
       own, of_sites = of_run[mixer.key], run_of_layers[mixer.key]
-      for site in mixer.sites:
-        w = own[site.name]
-        own[site.name] = _stacked(w, of_sites[site.name], eqn=site.eqn, dtype=dtype)
+      for _, read in itertools.groupby(mixer.sites, lambda site: site.input):  # one input's
+        eqns = {site.name: site.eqn for site in read}
+        lent = joint.lent([own[n] for n in eqns], [of_sites[n] for n in eqns], stacked=1)
+        for (name, eqn), site in zip(eqns.items(), lent, strict=True):
+          own[name] = _stacked(own[name], site, eqn=eqn, dtype=dtype)
     layers.append(of_run)
   made = {**params, "layers": tuple(layers)}
   source = params["embed" if cfg.tie_embeddings else "head"]

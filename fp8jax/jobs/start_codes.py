@@ -1,6 +1,7 @@
 """Training from a quantized folder: weights that its recipe rounds to the folder's codes."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -8,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.errors import UserError
-from fp8jax.export.fp8 import site_of
+from fp8jax.export.fp8 import fused_with, site_of
 from fp8jax.formats import E4M3, E4M3_240
 from fp8jax.models.hf import names, schemes
+from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site_tree
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
-from fp8jax.quantization.start_values import start_values
+from fp8jax.quantization.start_values import first_level_amax, start_values
 from fp8jax.recipe.gemm import Recipe
-from fp8jax.recipe.quant import CURRENT, WHOLE, Quant
+from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Scale
 from fp8jax.recipe.served import SERVED
 from fp8jax.step.train_spec import TrainSpec
 
@@ -27,6 +29,9 @@ class StartCodes:
 
   Matrices that a recipe leaves in the compute dtype are the codes' values, and so are all with
   init.requantize whose recipe has no such codes.
+
+  Of two levels the first step has the folder's first one, too, where the recipe makes it as servers
+  do (ops/joint.py): the largest matrix of a fused group gets the amax that it comes from.
   """
 
   def __init__(self, spec: TrainSpec):
@@ -36,6 +41,7 @@ class StartCodes:
     self._paths = {e.name: e.path.removeprefix("layers/") for e in entries}
     self._source, self._may_round = spec.init.hf, spec.init.requantize
     self._found: dict[str, list[tuple[float, float]]] = {}
+    self._amaxes: dict[tuple[str, ...], tuple[np.float32, str]] = {}
     self._rounded = 0
 
   def __call__(self, name: str, codes: schemes.Codes, scheme: schemes.Scheme) -> np.ndarray:
@@ -54,7 +60,7 @@ class StartCodes:
     try:
       if not _holds(quant, scheme.weight, codes.data):
         raise ValueError
-      made = _start_values(matrix, quant)
+      made = _start_values(matrix, quant, *self._first_level(name, codes, quant))
     except ValueError as e:
       if not self._may_round:
         raise UserError(self._refusal(name, scheme, recipe)) from e
@@ -63,6 +69,44 @@ class StartCodes:
     row = float(made.differing), float(made.error)
     self._found.setdefault(self._paths[name], []).append(row)
     return np.asarray(made.weights)
+
+  def _first_level(self, name: str, codes: schemes.Codes, quant: Quant):
+    """(amax of the first of two levels, whether this matrix has it); () of one level.
+
+    Raises:
+      ValueError: fused matrices have several first levels, or some of them are in 16 bits.
+    """
+    if quant.scale is not Scale.E4M3_OVER_F32 or codes.tensor_scale is None:
+      return ()
+    members = fused_with(name) if quant.is_joint else (name,)
+    amax, largest = self._amax(tuple(m for m in members if self._is_joint(m) or m == name), quant)
+    return amax, name == largest
+
+  def _is_joint(self, name: str) -> bool:
+    of = self._recipes[name].fwd.rhs if name in self._recipes else None
+    return of is not None and of.is_joint
+
+  @functools.cached_property
+  def _folder(self) -> hf_weights.Folder:
+    return hf_weights.Folder(self._source)
+
+  def _amax(self, members: tuple[str, ...], quant: Quant) -> tuple[np.float32, str]:
+    if members in self._amaxes:
+      return self._amaxes[members]
+    if any(self._folder.scheme(m) is None for m in members):
+      raise ValueError
+    scales, largest = set(), {}
+    for m in members:  # one at a time
+      codes = self._folder.read_codes(m)
+      scales.add(codes.tensor_scale)
+      largest[m] = np.abs(schemes.dequantize(codes, (1, 16))).max()
+    if len(scales) > 1:
+      raise ValueError
+    name = max(members, key=lambda m: largest[m])
+    amax = first_level_amax(scales.pop(), quant)
+    # Further away an outlier would be worse than E4M3 scales that are rounded again.
+    self._amaxes[members] = (amax if amax <= 2 * largest[name] else largest[name]), name
+    return self._amaxes[members]
 
   def _refusal(self, name: str, scheme: schemes.Scheme, recipe: Recipe) -> str:
     have = dataclasses.replace(scheme.weight, tile=scheme.tile)

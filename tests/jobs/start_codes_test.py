@@ -15,6 +15,7 @@ from fp8jax.export import served, write
 from fp8jax.jobs import start
 from fp8jax.models import presets, transformer
 from fp8jax.models.hf import names
+from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site_tree, stored_params
 from fp8jax.recipe.quant import WHOLE
 from fp8jax.recipe.served import SERVED
@@ -22,6 +23,8 @@ from fp8jax.recipe.served import SERVED
 _CFG = dataclasses.replace(presets.DEBUG, **harness.BLOCKS, init_std=0.05)
 # The largest code of every tile but the last, which has the second: GPTQ leaves such tiles.
 _LARGEST = {"int4": (7, 6), "int8": (127, 126), "e4m3": (448, 416), "e2m1": (6, 4)}
+# Of NVFP4's tensors. As a reader has it: one for q, k and v, of which k is far below.
+_FACTOR = np.float32(1) / (np.float32(2688) / np.float32(0.3137))
 _GRID = {
   "int8": range(0, 126, 5),
   "e2m1": (0, 0.5, 1, 1.5, 2, 3),
@@ -29,7 +32,7 @@ _GRID = {
 }
 
 
-def _drawn(rng, quant, shape):
+def _drawn(rng, quant, shape, name):
   """(codes, their float32 scales): as a method leaves them, not as rounding does."""
   grid = np.array(_GRID.get(quant.format.name, range(6)), np.float32)
   data = rng.choice(grid, shape) * rng.choice([-1, 1], shape)
@@ -44,33 +47,40 @@ def _drawn(rng, quant, shape):
     data[0, 0] = quant.format.max / 2  # rounding gives it the next power of two
     scale = np.ldexp(np.float32(1), rng.integers(-6, -2, grid)).astype(np.float32)
   if quant.scale.value == "e4m3_over_f32":
-    scale = np.round(scale * 128).astype(np.float32) / 2**12
-    scale[0, 0] = 448 / 2**12
+    scale = np.round(scale * 128) / (32 if "k_proj" in name or "up_proj" in name else 1)
+    scale[0, 0] = scale[0, 0] if scale[0, 0] < 1 else 448
+    scale = scale.astype(np.float32) * _FACTOR
   return data.astype(quant.format.dtype), scale
 
 
 def _folder(folder, name, rng):
   """{weight: (codes, scales)} of a folder in a recipe's format."""
-  recipe, codes, stored = SERVED[name], {}, {}
-  quant = recipe.fwd.rhs
+  codes, stored, quant = {}, {}, SERVED[name].fwd.rhs
   linears = [e for e in names.entries(_CFG) if e.layer is not None and e.inputs is not None]
-  scheme = served.scheme(quant, recipe.fwd.lhs)
+  scheme = served.scheme(quant, SERVED[name].fwd.lhs)
   for e in linears:
-    codes[e.name] = _drawn(rng, quant, e.hf_shape(_CFG.dims))
-    factor = 2.0**-12 if scheme.layout.tensor_scale else None
+    codes[e.name] = _drawn(rng, quant, e.hf_shape(_CFG.dims), e.name)
+    factor = float(_FACTOR) if scheme.layout.tensor_scale else None
     read = lambda name=e.name: codes[name]  # noqa: E731
     stored[e.name] = fp8_export.Stored(quant, read, None, factor, scheme)
-  rules = (("head", "bf16"), ("layers/.*", name))
+  weights = params_lib.init(jax.random.key(0), transformer.params(_CFG), _CFG.dims)
+  _write(folder, name, weights, stored)
+  (folder / "tokenizer_config.json").write_text("{}")
+  return codes
+
+
+def _write(folder, name, weights, stored=None):
+  """The plan of a folder in a recipe's format, which it writes."""
+  rules, recipe = (("head", "bf16"), ("layers/.*", name)), SERVED[name]
   recipes = site_tree.recipes_of(site_tree.build_sites(
     transformer.site_params(_CFG), _CFG.dims, rules, backends=site_tree.Backends("reference"),
   ))  # fmt: skip
+  scheme = served.scheme(recipe.fwd.rhs, recipe.fwd.lhs)
   plan = fp8_export.choose(
     names.entries(_CFG), _CFG.dims, recipes, scheme, follows=True, stored=stored
   )
-  weights = params_lib.init(jax.random.key(0), transformer.params(_CFG), _CFG.dims)
   write.save(str(folder), write.model(weights, _CFG, "bfloat16", fp8=plan))
-  (folder / "tokenizer_config.json").write_text("{}")
-  return codes
+  return plan
 
 
 def _start(tmp_path, folder, recipe, **changes):
@@ -99,22 +109,34 @@ def test_the_first_step_multiplies_the_codes_of_the_folder(tmp_path, rng, recipe
   codes, quant = _folder(tmp_path / "hf", recipe, rng), SERVED[recipe].fwd.rhs
   flat, said = _start(tmp_path, tmp_path / "hf", recipe, **changes)
   is_lost = quant.scale.value == "f32"  # one code a matrix, and no more
+  names_of = {e.name: e for e in names.entries(_CFG)}
   for e in names.entries(_CFG):
     if e.name not in codes:
       continue
     data, scale = codes[e.name]
     w = flat[e.path][e.layer].reshape(e.hf_shape(_CFG.dims)[::-1]).T
-    again, of_w = oracle.quantize(w, quant.format.name, quant.tile, quant.scale.value)
+    amax = max(np.abs(flat[names_of[n].path][e.layer]).max() for n in fp8_export.fused_with(e.name))
+    again, of_w = oracle.quantize(w, quant.format.name, quant.tile, quant.scale.value, amax)
     differs = again.astype(np.float32) != data.astype(np.float32)
     assert differs.sum() == is_lost, e.name
     for axis, t in enumerate(quant.tile):
       scale = np.repeat(scale, data.shape[axis] if t == WHOLE else t, axis)
     of_codes = scale[: data.shape[0], : data.shape[1]]
-    np.testing.assert_allclose(of_w, of_codes, rtol=2.0**-8 if changes else 2.0**-22)
+    is_exact = quant.scale.value != "f32"
+    rtol = 0 if is_exact else 2.0**-8 if changes else 2.0**-22
+    np.testing.assert_allclose(of_w, of_codes, rtol=rtol)
   lines = [line for line in said.splitlines() if line.startswith("starts from codes of ")]
   assert len(lines) == 7 and all(("relative error" in x) == is_lost for x in lines)
   assert is_lost or all(line.endswith("all kept") for line in lines)
   assert any("lora" in path for path in flat) == bool(changes)
+  if recipe == "nvfp4a16":  # exported again, what is trained is the folder's to the bit
+    plan = _write(tmp_path / "again", recipe, params_lib.unflatten(flat))
+    assert len(plan.matrices) == 14 and all(m.is_trained for m in plan.matrices.values())
+    before, after = (hf_weights.Folder(str(d)) for d in (tmp_path / "hf", tmp_path / "again"))
+    own = [key for key in before.files if "_proj." in key]
+    assert len(own) == 3 * 14 and before.files.keys() == after.files.keys()
+    for key in own:
+      assert before.read(key).tobytes() == after.read(key).tobytes(), key
 
 
 def test_another_format_or_tile_is_refused_unless_asked_for(tmp_path, rng):

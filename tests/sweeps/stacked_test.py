@@ -94,7 +94,9 @@ def test_scales_and_random_bits_are_those_of_separate_runs(tmp_path):
 
 
 @pytest.mark.slow  # two programs per seed and rate
-@pytest.mark.parametrize("arm", ["tensor_current", "tensor_delayed", "fp8lm", "nvfp4_sr_rht"])
+@pytest.mark.parametrize(
+  "arm", ["tensor_current", "tensor_delayed", "fp8lm", "nvfp4_sr_rht", "mxfp4a16"]
+)
 def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch, arm):
   """Losses, parameters' norm and held-out losses, with scales and random bits of its own trial."""
   sweep, trials = _trials(tmp_path, arm)
