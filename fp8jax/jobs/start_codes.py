@@ -11,13 +11,15 @@ import numpy as np
 from fp8jax.errors import UserError
 from fp8jax.export.fp8 import fused_with, site_of
 from fp8jax.formats import E4M3, E4M3_240
+from fp8jax.models import transformer
 from fp8jax.models.hf import names, schemes
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site_tree
+from fp8jax.optim import sparsity
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.quantization.start_values import first_level_amax, start_values
 from fp8jax.recipe.gemm import Recipe
-from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Scale
+from fp8jax.recipe.quant import CURRENT, WHOLE, Delayed, Quant, Scale, Static
 from fp8jax.recipe.served import SERVED
 from fp8jax.step.train_spec import TrainSpec
 
@@ -42,7 +44,13 @@ class StartCodes:
     self._source, self._may_round = spec.init.hf, spec.init.requantize
     self._found: dict[str, list[tuple[float, float]]] = {}
     self._amaxes: dict[tuple[str, ...], tuple[np.float32, str]] = {}
-    self._rounded = 0
+    self._rounded, self._spec = 0, spec
+    self._scaled = {
+      f"{mixer.key}/{site.name}"
+      for mixer in transformer.mixers(spec.model)
+      for site in mixer.sites
+      if site.has_channel_scales and spec.run.smooth_swiglu == "channel"
+    }
 
   def __call__(self, name: str, codes: schemes.Codes, scheme: schemes.Scheme) -> np.ndarray:
     """float32 [out, in].
@@ -50,9 +58,17 @@ class StartCodes:
     Raises:
       UserError: the recipe has other codes; names the recipes that have these.
     """
-    recipe = self._recipes[name]
+    recipe, values = self._recipes[name], schemes.dequantize(codes, scheme.tile)
+    if change := self._change(name, values, recipe):
+      if not self._may_round:
+        raise UserError(
+          f"init.hf={self._source!r}: {name} is in codes, and {change}, or init.requantize=True to "
+          "have other codes at the first step"
+        )
+      self._rounded += 1
+      return values
     if recipe.fwd.rhs is None:
-      return schemes.dequantize(codes, scheme.tile)
+      return values
     quant = dataclasses.replace(recipe.fwd.rhs, source=CURRENT)
     matrix = _in_tiles(
       ScaledMatrix(jnp.asarray(codes.data), jnp.asarray(codes.scale), scheme.tile), quant
@@ -65,10 +81,40 @@ class StartCodes:
       if not self._may_round:
         raise UserError(self._refusal(name, scheme, recipe)) from e
       self._rounded += 1
-      return schemes.dequantize(codes, scheme.tile)
+      return values
     row = float(made.differing), float(made.error)
     self._found.setdefault(self._paths[name], []).append(row)
     return np.asarray(made.weights)
+
+  def _change(self, name: str, values: np.ndarray, recipe: Recipe) -> str:
+    """What would make other codes of the values before their product, with the fix; ""."""
+    fwd, spec, q = recipe.fwd, self._spec, recipe.fwd.rhs
+    base, o = spec.model.lora and spec.model.lora.base, spec.optim
+    if q is None:
+      rows = ((base == "block_fp8", "model.lora.base='block_fp8' rounds them a second time",
+               "model.lora.base='float32'"),)  # fmt: skip
+      return _first(rows)
+    prunes = o.sparsity == sparsity.TWO_OF_FOUR and not np.array_equal(
+      sparsity.kept(values, values, 1), values
+    )
+    is_given = isinstance(q.source, Delayed | Static) and (q.source.margin or spec.calibration)
+    return _first((
+      (base == "bf16", "model.lora.base='bf16' rounds their values", "model.lora.base='float32'"),
+      (base is None and o.master_format != "float32",
+       f"optim.master_format={o.master_format!r} rounds their values",
+       "optim.master_format='float32'"),
+      (spec.init.nudge, "init.nudge=True moves their values", "init.nudge=False"),
+      (self._paths[name] in self._scaled,
+       "precision.smooth_swiglu='channel' multiplies its channels before it is rounded",
+       "precision.smooth_swiglu='none' (or 'token', which leaves weights as they are)"),
+      (prunes, "optim.sparsity='2:4' prunes some of them", "optim.sparsity='none'"),
+      (fwd.rotate_rows[1] or q.transform, f"recipe {recipe.name!r} rotates weights",
+       "precision.rules to a recipe of a server"),
+      (q.scale is Scale.ONE, f"recipe {recipe.name!r} has no scales",
+       "precision.rules to a recipe of a server"),
+      (is_given, f"recipe {recipe.name!r} has {q.source} and not the scales of the weights",
+       "precision.calibration='' and a margin of 0, or a recipe with current scales"),
+    ))  # fmt: skip
 
   def _first_level(self, name: str, codes: schemes.Codes, quant: Quant):
     """(amax of the first of two levels, whether this matrix has it); () of one level.
@@ -129,6 +175,11 @@ class StartCodes:
       yield f"starts from codes of {self._source}: {path}: " + (tail if share else "all kept")
     if self._rounded:
       yield f"{self._rounded} matrices of {self._source} are rounded a second time"
+
+
+def _first(rows) -> str:
+  """Of (whether it is so, why, fix) the first that is; "" of none."""
+  return next((f"{why}; set {fix}" for is_so, why, fix in rows if is_so), "")
 
 
 def _holds(quant: Quant, stored: Quant, data: np.ndarray) -> bool:
