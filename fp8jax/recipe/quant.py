@@ -320,8 +320,8 @@ class Quant:
       )
     if self.is_joint and (self.scale is not Scale.E4M3_OVER_F32 or self.source != CURRENT):
       raise ValueError(
-        f"is_joint with scale={self.scale.value!r}, {self.source}: weights have the first of two "
-        "levels in common; set scale='e4m3_over_f32' and source=CURRENT, or is_joint=False"
+        f"is_joint with scale={self.scale.value!r}, {self.source}: it is the first of two levels "
+        "that is joint; set scale='e4m3_over_f32' and source=CURRENT, or is_joint=False"
       )
     of_one = (Scale.F32, Scale.POW2, Scale.GAUDI2)
     if self.source != CURRENT and self.scale not in of_one and not has_levels:
@@ -342,10 +342,7 @@ class Quant:
     if self.scale is Scale.ONE and (self.tile != (WHOLE, WHOLE) or self.source != CURRENT):
       raise ValueError(f"scale='one' is that of the whole tensor: set tile=({WHOLE}, {WHOLE})")
     if self.scale is Scale.FLOOR_4_3 and self.format.max * 2.0**-self.format.max_exponent != 1.5:
-      raise ValueError(
-        f"scale='floor_4_3' with format={self.format}: it makes 8 units 6 of E2M1's; set "
-        "scale='floor'"
-      )
+      raise ValueError(f"scale='floor_4_3' is E2M1's, not {self.format}'s; set scale='floor'")
     size = self.rotation.size if self.rotation else 1
     if self.rounding is Rounding.EDEN and not (
       self.scale is Scale.E4M3_OVER_F32 and self.tile[0] == 1 and self.rotation
@@ -374,13 +371,9 @@ class Quant:
   def to_dict(self) -> dict[str, Any]:
     """A JSON-able description; `from_dict` inverts it exactly."""
     return {
-      "format": self.format.name,
-      "tile": list(self.tile),
-      "scale": self.scale.value,
-      "source": described(self.source),
-      "rounding": self.rounding.value,
-      "transform": described(self.transform),
-      "keeps_nonzero": self.keeps_nonzero,
+      "format": self.format.name, "tile": list(self.tile), "scale": self.scale.value,
+      "source": described(self.source), "rounding": self.rounding.value,
+      "transform": described(self.transform), "keeps_nonzero": self.keeps_nonzero,
       "clip": described(self.clip), **({"is_joint": True} if self.is_joint else {}),
     }  # fmt: skip
 

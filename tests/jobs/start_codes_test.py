@@ -1,6 +1,8 @@
 """Training from a quantized folder begins from weights that its recipe rounds to its codes."""
 
 import dataclasses
+import re
+import shutil
 
 import harness
 import jax
@@ -9,7 +11,7 @@ import oracle
 import pytest
 
 from fp8jax import params as params_lib
-from fp8jax.errors import UserError
+from fp8jax.errors import ConfigError, UserError
 from fp8jax.export import fp8 as fp8_export
 from fp8jax.export import served, write
 from fp8jax.jobs import start, start_codes
@@ -83,14 +85,17 @@ def _write(folder, name, weights, stored=None):
   return plan
 
 
-def _start(tmp_path, folder, recipe, **changes):
-  """(the parameters of a state that the trainer begins with, what it prints)."""
+def _spec(folder, recipe, **changes):
   own = {f"model.{key}": None for key in harness.THREE_LAYERS}
-  spec = harness.text_spec(recipe, **own, **{
+  return harness.text_spec(recipe, **own, **{
     "model.preset": "hf", "init.hf": str(folder), "data.tokenizer": "bytes", "seq_len": 32,
     **changes,
   })  # fmt: skip
-  said = []
+
+
+def _start(tmp_path, folder, recipe, **changes):
+  """(the parameters of a state that the trainer begins with, what it prints)."""
+  spec, said = _spec(folder, recipe, **changes), []
   console = type("Out", (), {"print": lambda _, line: said.append(line)})()
   state, _ = start.fresh(spec, str(tmp_path / "run"), console)
   return params_lib.flatten(jax.device_get(stored_params.dequantize_tree(state.params))), "\n".join(
@@ -152,17 +157,37 @@ def test_another_format_or_tile_is_refused_unless_asked_for(tmp_path, rng):
     assert ("14 matrices of" in said) == bool(changes)
 
 
+def test_the_teacher_of_codes_is_another_model(tmp_path, rng):
+  """Distilled towards themselves, codes recover nothing."""
+  _folder(tmp_path / "hf", "w4a16", rng)
+  shutil.copytree(tmp_path / "hf", tmp_path / "copy")
+  own = ".*hf' holds codes .int4 1x128 f32., those that training starts from.*set distill.teacher"
+  for more in ({}, {"distill.teacher": f"{tmp_path}/hf"}):
+    with pytest.raises(ConfigError, match=f"the teacher {own}"):
+      _spec(tmp_path / "hf", "w4a16", **{"distill.weight": 1.0}, **more)
+  harness.folder_of_blocks(tmp_path / "plain")
+  for name, codes in (("plain", ""), ("copy", r" \(of codes, int4 1x128 f32: not an unqu.*\)")):
+    more = {"distill.weight": 1.0, "distill.teacher": str(tmp_path / name)}
+    said = []
+    console = type("Out", (), {"print": lambda _, line, said=said: said.append(line)})()
+    start.teacher(_spec(tmp_path / "hf", "w4a16", **more), console)
+    assert re.fullmatch(
+      f"teacher: .*/{name}{codes}, multiplied in float32, unquantized; loss .*", said[0]
+    )
+
+
 _DOWN = "model.layers.0.mlp.down_proj.weight"
 _MASTERS = ("bf16_sr", "bf16_remainder", "f16", "lns16")
 # What may stand between the values of codes and their product: exact, or refused by its name.
 _BETWEEN = [
-  ({}, ""), ({"precision.smooth_swiglu": "token"}, ""), ({"precision.compute_dtype": "bfloat16"}, ""),
+  ({}, ""), ({"precision.smooth_swiglu": "token", "precision.compute_dtype": "bfloat16"}, ""),
   ({"optim.moment_format": "coat", "optim.grad_format": "e4m3"}, ""),
-  ({"optim.in_backward": True, "optim.grad_clip_norm": 0.0, "memory.remat_policy": "full"}, ""), ({"precision.first_bf16": 1}, "bf16"),
+  ({"optim.in_backward": True, "optim.grad_clip_norm": 0.0, "memory.remat_policy": "full"}, ""),
+  ({"precision.first_bf16": 1}, "bf16"),
   ({"model.lora.rank": 2, "model.lora.base": "float32"}, ""),
   ({"model.lora.rank": 2, "model.lora.base": "bf16"}, "model.lora.base='bf16' rounds .*'float32'"),
   ({"model.lora.rank": 2, "recipe": "bf16"}, "'block_fp8' rounds .* second .*'float32'"),
-  *(({"optim.master_format": m}, f"optim.master_format='{m}' rounds .*='float32'") for m in _MASTERS),
+  *(({"optim.master_format": m}, f"master_format='{m}' rounds .*='float32'") for m in _MASTERS),
   ({"precision.smooth_swiglu": "channel"}, "smooth_swiglu='channel' multiplies .*set .*'none'"),
   ({"init.nudge": True}, "init.nudge=True moves .*set init.nudge=False"),
   ({"optim.sparsity": "2:4"}, "optim.sparsity='2:4' prunes some .*set optim.sparsity='none'"),

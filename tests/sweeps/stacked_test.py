@@ -93,8 +93,8 @@ def test_scales_and_random_bits_are_those_of_separate_runs(tmp_path):
     assert not np.array_equal(first[0], first[1]) and not np.array_equal(first, last)
 
 
-# Sums of products in the compute dtype have another order in a batch of trials. At a rate of 0.3 four
-# steps make of it 1e-5 in the loss of bf16 and 3e-6 in that of mxfp4a16; the first two are equal.
+# Sums of products in the compute dtype have another order in a batch of trials. At a rate of 0.3,
+# four steps make of it 1e-5 in the loss of bf16 and 3e-6 in mxfp4a16's; the first two are equal.
 _GENTLE = (spec.Grid({"optim.peak_lr": (1e-3, 1e-2)}),)
 
 
