@@ -11,12 +11,13 @@ import oracle
 import pytest
 
 from fp8jax import params as params_lib
+from fp8jax.data import loader
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.export import fp8 as fp8_export
 from fp8jax.export import served, write
 from fp8jax.jobs import start, start_codes
-from fp8jax.models import presets, transformer
-from fp8jax.models.hf import names, schemes
+from fp8jax.models import lora, presets, transformer
+from fp8jax.models.hf import names, peft, schemes
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site_tree, stored_params
 from fp8jax.recipe.quant import WHOLE
@@ -34,19 +35,23 @@ _GRID = {
 }
 
 
-def _drawn(rng, quant, shape, name):
-  """(codes, their float32 scales): as a method leaves them, not as rounding does."""
+def _drawn(rng, quant, shape, name, is_full):
+  """(codes, their float32 scales): as a method leaves them, not as rounding does.
+
+  is_full: every tile has the format's largest code, so that each code comes back.
+  """
   grid = np.array(_GRID.get(quant.format.name, range(6)), np.float32)
   data = rng.choice(grid, shape) * rng.choice([-1, 1], shape)
   rows, k = (n if t == WHOLE else t for n, t in zip(shape, quant.tile))
   data[::rows, ::k] = _LARGEST[quant.format.name][0]
-  if quant.scale.value != "e4m3_over_f32":
+  if quant.scale.value != "e4m3_over_f32" and not is_full:
     data[-rows, -k] = _LARGEST[quant.format.name][1]
   grid = (shape[0] // rows, shape[1] // k)
   scale = np.float32(1 + rng.random(grid)) / 16
-  if quant.scale.value == "pow2":
+  if quant.scale.value == "pow2" and not is_full:
     data[:rows, :k] = np.sign(data[:rows, :k])
     data[0, 0] = quant.format.max / 2  # rounding gives it the next power of two
+  if quant.scale.value == "pow2":
     scale = np.ldexp(np.float32(1), rng.integers(-6, -2, grid)).astype(np.float32)
   if quant.scale.value == "e4m3_over_f32":
     scale = np.round(scale * 128) / (32 if "k_proj" in name or "up_proj" in name else 1)
@@ -55,13 +60,13 @@ def _drawn(rng, quant, shape, name):
   return data.astype(quant.format.dtype), scale
 
 
-def _folder(folder, name, rng):
+def _folder(folder, name, rng, is_full=False):
   """{weight: (codes, scales)} of a folder in a recipe's format."""
   codes, stored, quant = {}, {}, SERVED[name].fwd.rhs
   linears = [e for e in names.entries(_CFG) if e.layer is not None and e.inputs is not None]
   scheme = served.scheme(quant, SERVED[name].fwd.lhs)
   for e in linears:
-    codes[e.name] = _drawn(rng, quant, e.hf_shape(_CFG.dims), e.name)
+    codes[e.name] = _drawn(rng, quant, e.hf_shape(_CFG.dims), e.name, is_full)
     factor = float(_FACTOR) if scheme.layout.tensor_scale else None
     read = lambda name=e.name: codes[name]  # noqa: E731
     stored[e.name] = fp8_export.Stored(quant, read, None, factor, scheme)
@@ -220,3 +225,53 @@ def test_what_changes_weights_before_their_product_is_exact_or_refused(rng):
       again, _ = oracle.quantize(w, "int8", (1, 0), "f32")
       np.testing.assert_array_equal(again, own)
       assert list(start_from.lines()) == ["starts from codes of : mlp/down: all kept"]
+
+
+_ADAPTERS = {
+  "model.lora.rank": 4, "model.lora.base": "float32", "optim.peak_lr": 1e-2, "steps": 3
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["w8a16", "w4a16", "nvfp4a16", "mxfp4a16"])
+def test_adapters_train_beside_codes_that_stay(tmp_path, rng, recipe):
+  """At the folder's own loss; they leave alone and come back beside the same codes."""
+  folder = tmp_path / "hf"
+  drawn, quant = _folder(folder, recipe, rng, is_full=True), SERVED[recipe].fwd.rhs
+  spec = _spec(folder, recipe, **_ADAPTERS)
+  console = type("Out", (), {"print": lambda *_: None})()
+  state, _ = start.fresh(spec, str(tmp_path / "run"), console)
+  before = params_lib.flatten(jax.device_get(stored_params.dequantize_tree(state.params)))
+  # The folder's own loss: its codes times its scales, by NumPy, multiplied unquantized.
+  wide = dict(before)
+  for e in names.entries(_CFG):
+    if e.name in drawn:
+      values = schemes.dequantize(schemes.Codes(*drawn[e.name]), quant.tile)
+      wide[e.path] = wide[e.path].copy()
+      wide[e.path][e.layer] = values.T.reshape(wide[e.path][e.layer].shape)
+  stream = loader.train_batches(spec.data, 2)
+  hosts = [next(stream)] * 3
+  stream.close()
+  plain = params_lib.unflatten({k: v for k, v in wide.items() if not lora.is_adapter(k)})
+  model = lora.without(spec.model)
+  sites = dataclasses.replace(spec, model=model).sites("bf16")
+  loss = jax.jit(lambda p, b: transformer.loss(p, sites, b, model, spec.run))
+  want = float(loss(plain, hosts[0])) / hosts[0]["weights_BL"].sum()
+  losses, state = harness.Runner(spec).run(hosts, state)
+  assert losses[0] == pytest.approx(want, rel=2e-6) and losses[2] < losses[0]
+  after = params_lib.flatten(jax.device_get(stored_params.dequantize_tree(state.params)))
+  moved = {path for path in after if not np.array_equal(after[path], before[path])}
+  assert moved and all(map(lora.is_adapter, moved))
+  for e in names.entries(_CFG):
+    if e.name in drawn:
+      w = after[e.path][e.layer].reshape(e.hf_shape(_CFG.dims)[::-1]).T
+      fused = fp8_export.fused_with(e.name)
+      amax = max(np.abs(after[p.path][e.layer]).max() for p in names.entries(_CFG)
+                 if p.name in fused)  # fmt: skip
+      again, _ = oracle.quantize(w, quant.format.name, quant.tile, quant.scale.value, amax)
+      np.testing.assert_array_equal(again.view(np.uint8), drawn[e.name][0].view(np.uint8), e.name)
+  write.save(str(tmp_path / "peft"), write.adapters(state.params, spec.model, str(folder)))
+  base = {k: v for k, v in after.items() if not lora.is_adapter(k)}
+  read = peft.added(params_lib.unflatten(base), str(tmp_path / "peft"), spec.model, spec.run.layout)
+  for path, value in params_lib.flatten(read).items():
+    np.testing.assert_array_equal(value, after[path], path)
