@@ -287,10 +287,7 @@ def _shared(name: str, matrix: Matrix, matrices: Mapping[str, Matrix]) -> Matrix
   group = [n for n in fused_with(name) if n in matrices]
   mixed = {scheme_config.group(matrices[n].scheme) for n in group}
   if len(mixed) > 1:
-    raise UserError(
-      f"export.format: {', '.join(group)} have different schemes, and servers multiply them as "
-      "one; give their sites one recipe in precision.rules"
-    )
+    raise UserError(f"export.format: {refusals.unlike({n: matrices[n].quant for n in group})}")
   if matrix.quant.scale is Scale.E4M3_OVER_F32:
     if matrix.stored is None:
       # Else training had no common scale.
