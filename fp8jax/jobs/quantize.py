@@ -106,17 +106,17 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   products = {e.name: recipes[site_of(e)].fwd for e in names.entries(spec.model)
               if e.layer is not None and e.inputs is not None}  # fmt: skip
   for group in dict.fromkeys(map(fused_with, products)):
-    of = {name: products[name] for name in group if name in products and products[name].rhs}
-    unlike = refusals.unlike({name: gemm.rhs for name, gemm in of.items()})
-    problems.check(len({(gemm.lhs, gemm.rhs) for gemm in of.values()}) < 2, unlike)
+    of = {n: (w, products[n].lhs) for n in group if n in products and (w := products[n].rhs)}
+    unlike = refusals.unlike({n: w for n, (w, _) in of.items()})
+    problems.check(len({*of.values()}) < 2, f"precision.rules: {unlike}")
   filling = [methods.name_of(m) for m in chosen if isinstance(m, methods.FILLING)]
   problems.check(
     not filling or spec.optim.sparsity == sparsity.NONE,
     f"quantize.methods={filling} with optim.sparsity={spec.optim.sparsity!r}: they move zeros of "
     "the mask; leave them out (awq, smooth_quant and equalize keep zeros)",
   )
-  found = methods.check(chosen, of_layers, spec.model)
-  return [*problems.found, *(f"quantize.methods: {text}" for text in found)]
+  texts = methods.check(chosen, of_layers, spec.model)
+  return [*problems.found, *(f"quantize.methods: {text}" for text in texts)]
 
 
 def _scheme(recipe: Recipe, e: Export) -> schemes.Scheme:

@@ -1,7 +1,6 @@
 """Training from a quantized folder: weights that its recipe rounds to the folder's codes."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 import jax
@@ -43,7 +42,7 @@ class StartCodes:
     self._paths = {e.name: e.path.removeprefix("layers/") for e in entries}
     self._source, self._may_round = spec.init.hf, spec.init.requantize
     self._found: dict[str, list[tuple[float, float]]] = {}
-    self._amaxes: dict[tuple[str, ...], tuple[np.float32, str]] = {}
+    self._groups: dict[tuple[str, ...], tuple[set[float | None], dict[str, np.float32]]] = {}
     self._rounded, self._spec = 0, spec
     self._scaled = {
       f"{mixer.key}/{site.name}"
@@ -88,71 +87,63 @@ class StartCodes:
 
   def _change(self, name: str, values: np.ndarray, recipe: Recipe) -> str:
     """What would make other codes of the values before their product, with the fix; ""."""
-    fwd, spec, q = recipe.fwd, self._spec, recipe.fwd.rhs
-    base, o = spec.model.lora and spec.model.lora.base, spec.optim
+    spec, q, o = self._spec, recipe.fwd.rhs, self._spec.optim
+    base = spec.model.lora and spec.model.lora.base
+    served = "precision.rules to a recipe of a server"
     if q is None:
-      rows = ((base == "block_fp8", "model.lora.base='block_fp8' rounds them a second time",
-               "model.lora.base='float32'"),)  # fmt: skip
-      return _first(rows)
-    prunes = o.sparsity == sparsity.TWO_OF_FOUR and not np.array_equal(
-      sparsity.kept(values, values, 1), values
-    )
-    is_given = isinstance(q.source, Delayed | Static) and (q.source.margin or spec.calibration)
-    return _first((
-      (base == "bf16", "model.lora.base='bf16' rounds their values", "model.lora.base='float32'"),
-      (base is None and o.master_format != "float32",
-       f"optim.master_format={o.master_format!r} rounds their values",
-       "optim.master_format='float32'"),
-      (spec.init.nudge, "init.nudge=True moves their values", "init.nudge=False"),
-      (self._paths[name] in self._scaled,
-       "precision.smooth_swiglu='channel' multiplies its channels before it is rounded",
-       "precision.smooth_swiglu='none' (or 'token', which leaves weights as they are)"),
-      (prunes, "optim.sparsity='2:4' prunes some of them", "optim.sparsity='none'"),
-      (fwd.rotate_rows[1] or q.transform, f"recipe {recipe.name!r} rotates weights",
-       "precision.rules to a recipe of a server"),
-      (q.scale is Scale.ONE, f"recipe {recipe.name!r} has no scales",
-       "precision.rules to a recipe of a server"),
-      (is_given, f"recipe {recipe.name!r} has {q.source} and not the scales of the weights",
-       "precision.calibration='' and a margin of 0, or a recipe with current scales"),
-    ))  # fmt: skip
+      rows: tuple = (
+        (base == "block_fp8", "model.lora.base='block_fp8' rounds them a second time",
+         "model.lora.base='float32'"),
+      )  # fmt: skip
+    else:
+      is_given = isinstance(q.source, Delayed | Static) and (q.source.margin or spec.calibration)
+      is_pruned = o.sparsity == sparsity.TWO_OF_FOUR and (
+        sparsity.kept(values, values, 1) != values
+      )
+      rows = (
+        (base == "bf16", "model.lora.base='bf16' rounds their values", "model.lora.base='float32'"),
+        (base is None and o.master_format != "float32",
+         f"optim.master_format={o.master_format!r} rounds their values",
+         "optim.master_format='float32'"),
+        (spec.init.nudge, "init.nudge=True moves their values", "init.nudge=False"),
+        (self._paths[name] in self._scaled,
+         "precision.smooth_swiglu='channel' multiplies its channels before it is rounded",
+         "precision.smooth_swiglu='none' (or 'token', which leaves weights as they are)"),
+        (np.any(is_pruned), "optim.sparsity='2:4' prunes some of them", "optim.sparsity='none'"),
+        (recipe.fwd.rotate_rows[1] or q.transform, f"recipe {recipe.name!r} rotates them", served),
+        (q.scale is Scale.ONE, f"recipe {recipe.name!r} has no scales", served),
+        (is_given, f"recipe {recipe.name!r} has {q.source} and not the scales of the weights",
+         "precision.calibration='' and a margin of 0, or a recipe with current scales"),
+        (q.is_joint and len(self._group(name)[0]) > 1,
+         "the matrices that are fused with it have other first-level scales, or none",
+         "init.hf to a folder that servers fuse"),
+      )  # fmt: skip
+    return next((f"{why}; set {fix}" for is_so, why, fix in rows if is_so), "")
 
   def _first_level(self, name: str, codes: schemes.Codes, quant: Quant):
-    """(amax of the first of two levels, whether this matrix has it); () of one level.
-
-    Raises:
-      ValueError: fused matrices have several first levels, or some of them are in 16 bits.
-    """
+    """(amax of the first of two levels, whether this matrix has it); () of one level."""
     if quant.scale is not Scale.E4M3_OVER_F32 or codes.tensor_scale is None:
       return ()
-    members = fused_with(name) if quant.is_joint else (name,)
-    amax, largest = self._amax(tuple(m for m in members if self._is_joint(m) or m == name), quant)
-    return amax, name == largest
-
-  def _is_joint(self, name: str) -> bool:
-    of = self._recipes[name].fwd.rhs if name in self._recipes else None
-    return of is not None and of.is_joint
-
-  @functools.cached_property
-  def _folder(self) -> hf_weights.Folder:
-    return hf_weights.Folder(self._source)
-
-  def _amax(self, members: tuple[str, ...], quant: Quant) -> tuple[np.float32, str]:
-    if members in self._amaxes:
-      return self._amaxes[members]
-    if any(self._folder.scheme(m) is None for m in members):
-      raise ValueError
-    scales, largest = set(), {}
-    for m in members:  # one at a time
-      codes = self._folder.read_codes(m)
-      scales.add(codes.tensor_scale)
-      largest[m] = np.abs(schemes.dequantize(codes, (1, 16))).max()
-    if len(scales) > 1:
-      raise ValueError
-    name = max(members, key=lambda m: largest[m])
-    amax = first_level_amax(scales.pop(), quant)
+    _, largest = self._group(name)
+    amax, most = first_level_amax(codes.tensor_scale, quant), max(largest.values())
     # Further away an outlier would be worse than E4M3 scales that are rounded again.
-    self._amaxes[members] = (amax if amax <= 2 * largest[name] else largest[name]), name
-    return self._amaxes[members]
+    return (amax if amax <= 2 * most else most), name == max(largest, key=lambda m: largest[m])
+
+  def _group(self, name: str) -> tuple[set[float | None], dict[str, np.float32]]:
+    """(first-level scales, {name: largest magnitude}) of the matrices whose first level is one."""
+    joint = {n for n, r in self._recipes.items() if r.fwd.rhs and r.fwd.rhs.is_joint}
+    members = tuple(n for n in fused_with(name) if n in joint) if name in joint else (name,)
+    if members not in self._groups:
+      folder, scales, largest = hf_weights.Folder(self._source), set(), {}
+      for n in members:  # one at a time
+        if (scheme := folder.scheme(n)) is None:
+          scales.add(None)
+          continue
+        codes = folder.read_codes(n)
+        scales.add(codes.tensor_scale)
+        largest[n] = np.abs(schemes.dequantize(codes, scheme.tile)).max()
+      self._groups[members] = scales, largest
+    return self._groups[members]
 
   def _refusal(self, name: str, scheme: schemes.Scheme, recipe: Recipe) -> str:
     have = dataclasses.replace(scheme.weight, tile=scheme.tile)
@@ -175,11 +166,6 @@ class StartCodes:
       yield f"starts from codes of {self._source}: {path}: " + (tail if share else "all kept")
     if self._rounded:
       yield f"{self._rounded} matrices of {self._source} are rounded a second time"
-
-
-def _first(rows) -> str:
-  """Of (whether it is so, why, fix) the first that is; "" of none."""
-  return next((f"{why}; set {fix}" for is_so, why, fix in rows if is_so), "")
 
 
 def _holds(quant: Quant, stored: Quant, data: np.ndarray) -> bool:

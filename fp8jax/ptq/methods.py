@@ -193,8 +193,8 @@ def check(
       quants.setdefault(recipe.fwd.rhs, []).append(site)
   if not quants:
     texts.append(
-      "no weight is quantized: give layers a recipe of quantized weights in precision.rules, such as "
-      "w4a16 or fp8_dynamic"
+      "no weight is quantized: give layers a recipe of quantized weights in precision.rules, such "
+      "as w4a16 or fp8_dynamic"
     )
   has_activations = any(r.fwd.rhs is not None and r.fwd.lhs is not None for r in recipes.values())
   for method in methods:
