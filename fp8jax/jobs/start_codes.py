@@ -126,8 +126,10 @@ class StartCodes:
       return ()
     _, largest = self._group(name)
     amax, most = first_level_amax(codes.tensor_scale, quant), max(largest.values())
-    # Further away an outlier would be worse than E4M3 scales that are rounded again.
-    return (amax if amax <= 2 * most else most), name == max(largest, key=lambda m: largest[m])
+    # Far above, an outlier would be worse than E4M3 scales that are rounded again; below lie codes
+    # of another rule, four over six or not.
+    amax = amax if most * (1 - 2.0**-20) <= amax <= 2 * most else most
+    return amax, name == max(largest, key=lambda m: largest[m])
 
   def _group(self, name: str) -> tuple[set[float | None], dict[str, np.float32]]:
     """(first-level scales, {name: largest magnitude}) of the matrices whose first level is one."""

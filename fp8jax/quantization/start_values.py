@@ -65,7 +65,8 @@ def start_values(
   Args:
     codes: [rows, contraction], finite.
     quant: the recipe's, of its weight.
-    tensor_amax: float32 scalar that the first of two levels is made from; None: the matrix's own.
+    tensor_amax: float32 scalar that the first of two levels is made from, at least the largest
+      value but for an ulp or two, which go; None: the matrix's own.
     is_largest: whether this matrix has the element of that magnitude.
 
   Raises:
@@ -95,7 +96,7 @@ def start_values(
   is_raised = scaled_matrix.per_element(errors(raised) < errors(plain), codes.tile, codes.shape)
   weights = jnp.where(is_raised, raised, plain)
   if tensor_amax is not None:
-    flat = weights.ravel()
+    flat = jnp.clip(weights, -tensor_amax, tensor_amax).ravel()
     at = jnp.argmax(jnp.abs(flat))
     raised = jnp.copysign(jnp.float32(tensor_amax), flat[at])
     weights = jnp.where(is_largest, flat.at[at].set(raised), flat).reshape(weights.shape)

@@ -27,8 +27,9 @@ from fp8jax.recipe.served import SERVED
 _CFG = dataclasses.replace(presets.DEBUG, **harness.BLOCKS, init_std=0.05)
 # The largest code of every tile but the last, which has the second: GPTQ leaves such tiles.
 _LARGEST = {"int4": (7, 6), "int8": (127, 126), "e4m3": (448, 416), "e2m1": (6, 4)}
-# Of NVFP4's tensors. As a reader has it: one for q, k and v, of which k is far below.
-_FACTOR = np.float32(1) / (np.float32(2688) / np.float32(0.3137))
+# Of NVFP4's tensors, as a reader has it: one for q, k and v, of which k is far below. The largest
+# value, 6 * (448 * factor), has the factor next to it: the amax is below it, in "mlp" above.
+_FACTORS = [np.float32(1) / (np.float32(2688) / np.float32(a)) for a in (0.1019, 0.1006)]
 _GRID = {
   "int8": range(0, 126, 5),
   "e2m1": (0, 0.5, 1, 1.5, 2, 3),
@@ -57,7 +58,7 @@ def _drawn(rng, quant, shape, name, is_full):
   if quant.scale.value == "e4m3_over_f32":
     scale = np.round(scale * 128) / (32 if "k_proj" in name or "up_proj" in name else 1)
     scale[0, 0] = scale[0, 0] if scale[0, 0] < 1 else 448
-    scale = scale.astype(np.float32) * _FACTOR
+    scale = scale.astype(np.float32) * _FACTORS["mlp" in name]
   return data.astype(quant.format.dtype), scale
 
 
@@ -68,7 +69,7 @@ def _folder(folder, name, rng, is_full=False):
   scheme = served.scheme(quant, SERVED[name].fwd.lhs)
   for e in linears:
     codes[e.name] = _drawn(rng, quant, e.hf_shape(_CFG.dims), e.name, is_full)
-    factor = float(_FACTOR) if scheme.layout.tensor_scale else None
+    factor = float(_FACTORS["mlp" in e.name]) if scheme.layout.tensor_scale else None
     read = lambda name=e.name: codes[name]  # noqa: E731
     stored[e.name] = fp8_export.Stored(quant, read, None, factor, scheme)
   weights = params_lib.init(jax.random.key(0), transformer.params(_CFG), _CFG.dims)
