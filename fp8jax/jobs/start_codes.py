@@ -14,7 +14,8 @@ from fp8jax.models import transformer
 from fp8jax.models.hf import names, schemes
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site_tree
-from fp8jax.optim import sparsity
+from fp8jax.optim import sparsity, storage
+from fp8jax.quantization import stored_matrix
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.quantization.start_values import first_level_amax, start_values
 from fp8jax.recipe.gemm import Recipe
@@ -86,13 +87,14 @@ class StartCodes:
     return np.asarray(made.weights)
 
   def _change(self, name: str, values: np.ndarray, recipe: Recipe) -> str:
-    """What would make other codes of the values before their product, with the fix; ""."""
+    """The setting that makes other codes of the values before their product, with the fix; ""."""
     spec, q, o = self._spec, recipe.fwd.rhs, self._spec.optim
-    base = spec.model.lora and spec.model.lora.base
+    lora = spec.model.lora
+    frozen = storage.FROZEN[lora.base] if lora else None
     served = "precision.rules to a recipe of a server"
     if q is None:
       rows: tuple = (
-        (base == "block_fp8", "model.lora.base='block_fp8' rounds them a second time",
+        (frozen == stored_matrix.QUANT, "model.lora.base='block_fp8' rounds them a second time",
          "model.lora.base='float32'"),
       )  # fmt: skip
     else:
@@ -101,8 +103,9 @@ class StartCodes:
         sparsity.kept(values, values, 1) != values
       )
       rows = (
-        (base == "bf16", "model.lora.base='bf16' rounds their values", "model.lora.base='float32'"),
-        (base is None and o.master_format != "float32",
+        (frozen is not None, f"model.lora.base={lora and lora.base!r} rounds their values",
+         "model.lora.base='float32'"),
+        (lora is None and storage.MASTERS[o.master_format] is not None,
          f"optim.master_format={o.master_format!r} rounds their values",
          "optim.master_format='float32'"),
         (spec.init.nudge, "init.nudge=True moves their values", "init.nudge=False"),
