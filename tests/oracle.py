@@ -86,21 +86,23 @@ def two_level(amax, tensor_amax, fmt: str) -> tuple[np.float32, np.float32]:
   return max(s8, np.float32(2.0**-9)), one / encode
 
 
-def quantize(x, fmt: str, tile, rule: str | bool):
+def quantize(x, fmt: str, tile, rule: str | bool, tensor_amax=None):
   """(data in the narrow dtype, float32 scale per element) of a matrix, tile by tile.
 
   tile: (rows, columns), 0 for the full axis. rule: a Scale's value; False for f32, True for pow2.
+  tensor_amax: of two levels, where it is not x's own.
   """
   rule = {False: "f32", True: "pow2"}.get(rule, rule)
   x = np.asarray(x, np.float32)
   data, scale = np.zeros(x.shape, DTYPES[fmt]), np.zeros(x.shape, np.float32)
   magnitude = np.where(np.isnan(x), 0, np.abs(x))
+  tensor_amax = magnitude.max() if tensor_amax is None else tensor_amax
   rows, cols = (n if t == 0 else t for n, t in zip(x.shape, tile))
   for r in range(0, x.shape[0], rows):
     for c in range(0, x.shape[1], cols):
       part = (slice(r, r + rows), slice(c, c + cols))
       if rule == "e4m3_over_f32":
-        s = np.prod(two_level(magnitude[part].max(), magnitude.max(), fmt))
+        s = np.prod(two_level(magnitude[part].max(), tensor_amax, fmt))
       else:
         s = scale_of(magnitude[part].max(), fmt, rule)
       data[part] = cast(x[part] * (np.float32(1) / np.float32(s)), fmt)

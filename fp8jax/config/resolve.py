@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fp8jax import axes, mesh
+from fp8jax import axes, hub, mesh
 from fp8jax.config import alarms, checks, measured, registry
 from fp8jax.config import chat as chat_checks
 from fp8jax.config import data as data_checks
@@ -225,6 +225,14 @@ def _check_teacher(c: Config, model: model_config.ModelConfig):
     here = dataclasses.replace(model, lora=None)
     if c.distill.teacher:
       _check_folder(folder, here)
+    codes = hf_weights.codes_of(folder, here)
+    is_own = bool(c.init.hf) and hub.local(folder) == hub.local(c.init.hf)
+    if codes and is_own:
+      raise ValueError(
+        f"distill.weight={c.distill.weight}: the teacher {folder!r} holds codes ({codes}), those "
+        "that training starts from, and distillation recovers towards the unquantized model; set "
+        "distill.teacher to its folder"
+      )
     if (there := hf_config_lib.read_config(folder)).vocab_size != here.vocab_size:
       raise ValueError(
         f"the teacher {folder!r} has a vocabulary of {there.vocab_size} and the model one of "

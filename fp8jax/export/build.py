@@ -328,7 +328,9 @@ def _choose_fp8(spec: TrainSpec, plain: TrainSpec, source: Source) -> fp8_lib.Pl
   fp8 = fp8_lib.with_amaxes(fp8, names.entries(plain.model), source.amaxes, inputs)
   reasons = collections.Counter(fp8.unquantized.values())
   unquantized = "".join(f"; unquantized: {n} matrices, {reason}" for reason, n in reasons.items())
-  text = f"{fp8.share:.1%} of the parameters in FP8 ({len(fp8.matrices)} matrices){unquantized}"
+  kinds = ", ".join(dict.fromkeys(str(m.quant) for m in fp8.matrices.values()))
+  number = f"{len(fp8.matrices)} matrices"
+  text = f"{fp8.share:.1%} of the parameters in codes of {kinds} ({number}){unquantized}"
   console_lib.console(stderr=True).print(text)
   return fp8
 

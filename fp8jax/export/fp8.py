@@ -287,14 +287,13 @@ def _shared(name: str, matrix: Matrix, matrices: Mapping[str, Matrix]) -> Matrix
   group = [n for n in fused_with(name) if n in matrices]
   mixed = {scheme_config.group(matrices[n].scheme) for n in group}
   if len(mixed) > 1:
-    raise UserError(
-      f"export.format: {', '.join(group)} have different schemes, and servers multiply them as "
-      "one; give their sites one recipe in precision.rules"
-    )
+    raise UserError(f"export.format: {refusals.unlike({n: matrices[n].quant for n in group})}")
   if matrix.quant.scale is Scale.E4M3_OVER_F32:
     if matrix.stored is None:
-      alone = matrix.is_trained and len(group) == 1  # training had no common scale
-      return dataclasses.replace(matrix, shared=tuple(group), is_trained=alone)
+      # Else training had no common scale.
+      as_one = len(group) == 1 or all(matrices[n].quant.is_joint for n in group)
+      is_trained = matrix.is_trained and as_one
+      return dataclasses.replace(matrix, shared=tuple(group), is_trained=is_trained)
     factors = {one.tensor_scale for n in group if (one := matrices[n].stored)}
     if len(factors) > 1 or any(matrices[n].stored is None for n in group):
       raise UserError(

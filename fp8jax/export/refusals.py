@@ -58,6 +58,12 @@ def _keeping(quant: Quant) -> list[str]:
   return ["hf-fp8-block"] * held + ["compressed-tensors"] * bool(made)
 
 
+def unlike(fused: Mapping[str, Quant]) -> str:
+  """Matrices that servers multiply as one are quantized in several ways."""
+  named = ", ".join(f"{name} is {quant}" for name, quant in fused.items())
+  return f"servers multiply them as one, and {named}; give them one recipe in precision.rules"
+
+
 def quantized_already(name: str, quant: Quant | None, recipe: Recipe) -> str:
   return (
     f"export.format: the folder is quantized already, {name} as {quant}, and recipe "

@@ -17,7 +17,8 @@ _UNSERVED = {
   "e3m4_30": "no container and no server has E3M4; take fp8_dynamic or int8",
 }
 _OTHER = (
-  "servers multiply weights of 8 bits (fp8_dynamic, int8, mxfp8) and of 4 (w4a16, mxfp4, nvfp4)"
+  "servers multiply weights of 8 bits (take fp8_dynamic, int8 or mxfp8_ste) and of 4 (take w4a16, "
+  "mxfp4a16 or nvfp4a16)"
 )
 
 

@@ -51,10 +51,9 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
   for _, run_of_layers, stack in transformer.runs(sites, params["layers"]):
     of_run = {key: dict(of_mixer) for key, of_mixer in stack.items()}
     for mixer in transformer.mixers(cfg):
-      own, of_sites = of_run[mixer.key], run_of_layers[mixer.key]
-      for site in mixer.sites:
-        w = own[site.name]
-        own[site.name] = _stacked(w, of_sites[site.name], eqn=site.eqn, dtype=dtype)
+      one = functools.partial(_stacked, dtype=dtype)
+      of_sites = mixer.sites, of_run[mixer.key], run_of_layers[mixer.key]
+      of_run[mixer.key] |= multiplied.of_block(*of_sites, one, stacked=1)
     layers.append(of_run)
   made = {**params, "layers": tuple(layers)}
   source = params["embed" if cfg.tie_embeddings else "head"]

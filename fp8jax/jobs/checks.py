@@ -44,7 +44,7 @@ def quantize_problems(c: Any) -> list[str]:
   )
   collected.file("quantize.text", c.quantize.text, "name a text file, or '' for training documents")
   for text in c.quantize.methods:
-    collected.attempt(functools.partial(methods.by_name, text))
+    collected.attempt(functools.partial(methods.by_name, text), "quantize.methods")
   return [*collected.found, *export_checks.problems(c)]
 
 

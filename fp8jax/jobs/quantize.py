@@ -13,8 +13,8 @@ from fp8jax import console as console_lib
 from fp8jax.data import batch_sharding, text_files
 from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.evaluation import divergence
-from fp8jax.export import build, checks, served
-from fp8jax.export.fp8 import Stored, site_of
+from fp8jax.export import build, checks, refusals, served
+from fp8jax.export.fp8 import Stored, fused_with, site_of
 from fp8jax.export.settings import Export
 from fp8jax.models.hf import names, schemes
 from fp8jax.ops import site_tree, stored_params
@@ -54,8 +54,8 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
     source = build.of_checkpoint(loaded, workdir)
   if source.stored and not e.requantize:
     raise UserError(
-      f"{loaded.where} holds codes already: quantizing them again adds errors; start from the "
-      "unquantized weights, or set export.requantize=True"
+      f"{_where(loaded)} holds codes already ({_kinds(source)}): quantizing them again adds "
+      "errors; start from the unquantized weights, or set export.requantize=True"
     )
   columns = (console_lib.column("{task.description}"), rich.progress.BarColumn(),
              rich.progress.MofNCompleteColumn(), rich.progress.TimeRemainingColumn())  # fmt: skip
@@ -86,6 +86,14 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
   return result | calibrated
 
 
+def _where(loaded: restore.Loaded) -> str:
+  return ", ".join(f"{'weights.hf' if k == 'hf' else k}={v!r}" for k, v in loaded.where.items())
+
+
+def _kinds(source: build.Source) -> str:
+  return ", ".join(dict.fromkeys(str(of.quant) for of in source.stored.values() if of))
+
+
 def problems_of_spec(spec: TrainSpec) -> list[str]:
   """Of the methods against the recipes and the model, and of recipes that no server has."""
   chosen = [methods.by_name(text) for text in spec.of(Quantize).methods]
@@ -95,13 +103,20 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   for recipe in dict.fromkeys(of_layers.values()):
     if recipe.fwd.rhs is not None:
       problems.attempt(functools.partial(_scheme, recipe, spec.of(Export)))
+  products = {e.name: recipes[site_of(e)].fwd for e in names.entries(spec.model)
+              if e.layer is not None and e.inputs is not None}  # fmt: skip
+  for group in dict.fromkeys(map(fused_with, products)):
+    of = {n: (w, products[n].lhs) for n in group if n in products and (w := products[n].rhs)}
+    unlike = refusals.unlike({n: w for n, (w, _) in of.items()})
+    problems.check(len({*of.values()}) < 2, f"precision.rules: {unlike}")
   filling = [methods.name_of(m) for m in chosen if isinstance(m, methods.FILLING)]
   problems.check(
     not filling or spec.optim.sparsity == sparsity.NONE,
     f"quantize.methods={filling} with optim.sparsity={spec.optim.sparsity!r}: they move zeros of "
     "the mask; leave them out (awq, smooth_quant and equalize keep zeros)",
   )
-  return [*problems.found, *methods.check(chosen, of_layers, spec.model)]
+  texts = methods.check(chosen, of_layers, spec.model)
+  return [*problems.found, *(f"quantize.methods: {text}" for text in texts)]
 
 
 def _scheme(recipe: Recipe, e: Export) -> schemes.Scheme:
@@ -160,9 +175,10 @@ def calibration_windows(spec: TrainSpec) -> list[np.ndarray]:
   else:
     windows, where = _of_training(spec, number), "the training documents have too few whole windows"
   if len(windows) < number:
+    fewer = f"quantize.tokens={len(windows) * length}" if len(windows) else "a smaller seq_len"
     raise UserError(
       f"{where}, fewer than quantize.tokens={q.tokens} in windows of seq_len={length}: give more "
-      f"text, or set quantize.tokens={max(len(windows), 1) * length}"
+      f"text, or set {fewer}"
     )
   return [windows[i : min(i + rows, number)] for i in range(0, number, rows)]
 

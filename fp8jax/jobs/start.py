@@ -53,6 +53,10 @@ def teacher(spec: train_spec.TrainSpec, out: rich.console.Console):
     UserError: the frozen base of init.workdir is not what training starts from.
     ConfigError: its checkpoint is of another model.
   """
+  how = (
+    f"in {spec.run.dtype.name}, unquantized; loss (1 - w) CE + w t^2 KL(teacher || student), "
+    f"w={spec.distill.weight}, t={spec.distill.temperature}"
+  )
   if distillation.abstract(spec) in (None, distillation.BASE):
     if (
       spec.distill.weight
@@ -64,19 +68,21 @@ def teacher(spec: train_spec.TrainSpec, out: rich.console.Console):
         "adapters are trained: its frozen base is not what training starts from; export that run "
         "and set distill.teacher to the folder"
       )
+    if spec.distill.weight:
+      out.print(f"teacher: the frozen base, {how}")
     return distillation.abstract(spec)
   folder, model = spec.distill.teacher, lora.without(spec.model)
   if folder or not spec.init.workdir:
     where = folder or spec.init.hf
     params, _ = hf_weights.load_params(where, model, spec.run.layout)
+    if codes := hf_weights.codes_of(where, model):
+      where += f" (of codes, {codes}: not an unquantized model)"
   else:
     where = source(spec.init.workdir)
-    params, step, _ = restore.restore_params(spec, where, spec.init.step)
-    where += f", step {step}"
-  out.print(
-    f"teacher: {where}; loss (1 - w) CE + w t^2 KL(teacher || student), w={spec.distill.weight}, "
-    f"t={spec.distill.temperature}"
-  )
+    params, step, meta = restore.restore_params(spec, where, spec.init.step)
+    trained = meta["config"].get("precision.rules", "")
+    where += f", step {step} (trained with precision.rules={trained})"
+  out.print(f"teacher: {where}, multiplied {how}")
   return distillation.take(spec, params)
 
 

@@ -66,7 +66,7 @@ class Lora:
     'linear layers: "attn/q", "mlp/.*"')
   base: str = key("block_fp8", 'storage of the frozen linear layers: "block_fp8" (E4M3 codes with '
     "a scale per 128x128, which block recipes multiply as they are; those of a checkpoint in FP8 "
-    'to the bit) or "bf16"')
+    'to the bit), "bf16", or "float32", which recipes round to the codes of init.hf to the bit')
 # fmt: on
 
 

@@ -74,11 +74,10 @@ def layer(
 
   def exact(x_BLD, of_layer, context):
     p, s, *states = of_layer
-    made = {mixer.key: dict(p[mixer.key]) for mixer in mixers}
+    one, made = functools.partial(as_multiplied, run=run), {}
     for mixer in mixers:
-      own, sites = made[mixer.key], s[mixer.key]
-      for site in mixer.sites:
-        own[site.name] = as_multiplied(own[site.name], sites[site.name], site.eqn, run)
+      own, sites = p[mixer.key], jax.tree.map(lambda x: x, s[mixer.key])  # other marks
+      made[mixer.key] = {**own, **multiplied.of_block(mixer.sites, own, sites, one)}
     specs = (tokens, _EVERYWHERE, tokens), (tokens, _EVERYWHERE)
     return collectives.on_mesh(local, run.layout, *specs)(x_BLD, (made, s, *states), context)
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax.ops import capture, gemm_spec, linear, prologue, site_checks, switch
+from fp8jax.ops import capture, gemm_spec, joint, linear, prologue, site_checks, switch
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.site import Site
 from fp8jax.recipe import rules
@@ -68,13 +68,14 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
 
   Args:
     x: activation or Prologue.
-    eqns, ws, sites: one per weight.
+    eqns, ws, sites: one per weight. Joint scales are of all of them (joint.py).
 
   Returns:
     One y per weight.
   """
   if any(isinstance(w, Adapted) for w in ws):
     return _adapted_dots(eqns, x, ws, sites, out_dtype)
+  sites = joint.lent(ws, sites)
   if not are_plain(ws, sites):
     return _own_dots(eqns, x, ws, sites, out_dtype)
   site_checks.refuse_dtypes(x, ws, out_dtype)

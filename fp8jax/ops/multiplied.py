@@ -5,15 +5,35 @@ else an array in the compute dtype.
 """
 
 import functools
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
-from fp8jax.ops import collectives, operands, stored_params
+from fp8jax.ops import collectives, joint, operands, stored_params
 from fp8jax.ops.gemm_spec import Role, make_spec
 from fp8jax.ops.site import ScalingInputs, Site
 from fp8jax.quantization.stored_matrix import StoredMatrix
+
+
+def of_block(declared, ws, sites, convert, stacked: int = 0) -> dict[str, Any]:
+  """{name: weight as its product reads it} of the linear layers of a block.
+
+  Args:
+    declared: its sites in order, with name, eqn and input: joint scales are of one input's weights.
+    ws, sites: of the block, by name.
+    convert: (w, site, eqn=eqn) -> weight.
+    stacked: see joint.lent.
+  """
+  made = {}
+  for _, read in itertools.groupby(declared, lambda site: site.input):
+    eqns = {site.name: site.eqn for site in read}
+    lent = joint.lent([ws[n] for n in eqns], [sites[n] for n in eqns], stacked)
+    for (name, eqn), site in zip(eqns.items(), lent, strict=True):
+      made[name] = convert(ws[name], site, eqn=eqn)
+  return made
 
 
 @functools.partial(jax.jit, static_argnames=("eqn", "dtype"))

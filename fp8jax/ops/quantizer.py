@@ -30,6 +30,7 @@ class Quantizer:
     wants_amax: whether to find the tensor's amax too, if that costs no second reading.
     signs_key: random key of fresh signs, one for both operands of a GEMM.
     rows_rotation: rotates the rows first.
+    joint_amax: float32 scalar for the first of two levels that is joint.
   """
 
   quant: Quant | None
@@ -39,18 +40,21 @@ class Quantizer:
   wants_amax: bool = False
   signs_key: Any = None
   rows_rotation: Hadamard | None = None
+  joint_amax: Any = None
 
   @classmethod
   def of(cls, spec: GemmSpec, role: Role, inputs: ScalingInputs, wants_amax: bool = False):
     """That of a role, with the amax and the random key that the site lends."""
+    quant = spec.quant(role)
     return cls(
-      spec.quant(role),
+      quant,
       None if inputs.amax_3 is None else inputs.amax_3[TENSORS.index(role.tensor)],
       None if inputs.key is None else jax.random.fold_in(inputs.key, role.number),
       spec.backend(role.gemm),
       wants_amax,
       signs_key(spec, role.gemm, inputs),
       spec.rows_rotation(role),
+      inputs.joint_amax if quant and quant.is_joint else None,
     )
 
   @jax.named_scope("quantize")
@@ -74,6 +78,7 @@ class Quantizer:
       contraction=contraction,
       amax_axes=amax_axes,
       amax=None if quant.source == CURRENT else self.amax,
+      tensor_amax=self.joint_amax,
       signs_key=self.signs_key,
       with_values=self.backend in gemm_api.WITH_VALUES,
     )

@@ -55,6 +55,7 @@ class Site:
       tensor_stats.STATISTICS for (x, w, g); S = 1 is the amax alone (tensor_stats.QUIET).
     scaling_state: scaling state of delayed and static scales; None if every scale is current.
     key: random key of this step, if the recipe rounds stochastically.
+    joint_amax: float32 scalar that a product is lent (ops/joint.py).
     name: path of the weight, e.g. "layers/mlp/up", or "layers/2-25/mlp/up" for some layers.
     layers: (first, one past the last) of the layers it is stacked over; () for one product.
     save: form in which the layer's input is a residual.
@@ -74,6 +75,7 @@ class Site:
   layout: axes.Layout = dataclasses.field(default=axes.LOCAL, metadata=dict(static=True))
   layers: tuple[int, ...] = dataclasses.field(default=(), metadata=dict(static=True))
   save: GemmInput = dataclasses.field(default=GemmInput.UNQUANTIZED, metadata=dict(static=True))
+  joint_amax: Any = None
 
   @property
   def tensors(self) -> tuple[str, ...]:
@@ -114,14 +116,17 @@ class ScalingInputs:
   Attributes:
     amax_3: float32 [3], amaxes of (x, w, g) that scales are made from; None if all are current.
     key: random key of stochastic rounding, None if nothing is rounded so.
+    joint_amax: float32 scalar of all weights that multiply x; None if no scale is joint.
   """
 
   amax_3: jax.Array | None
   key: jax.Array | None
+  joint_amax: Any = None
 
   @classmethod
   def of(cls, site: Site) -> "ScalingInputs":
-    return cls(site.scaling_state.amax_3 if site.scaling_state is not None else None, site.key)
+    amax_3 = site.scaling_state.amax_3 if site.scaling_state is not None else None
+    return cls(amax_3, site.key, site.joint_amax)
 
 
 @jax.tree_util.register_dataclass

@@ -82,6 +82,7 @@ def _finished(spec, role, quantizer: Quantizer, matrix, gradient, *, contraction
     made = quantize.quantize(
       matrix, quant, contraction=contraction, amax_axes=amax_axes, key=quantizer.key,
       amax=None if quant.source == CURRENT else quantizer.amax, signs_key=quantizer.signs_key,
+      tensor_amax=quantizer.joint_amax,
     )  # fmt: skip
     scale = made.scale
     for axis in (0, 1):

@@ -163,8 +163,9 @@ def dot(eqn: str, x, w, site: SwitchedSite, out_dtype):
 
   if isinstance(site, OptionSite):
     specs = [dataclasses.replace(plain, recipe=option) for option in site.options]
-    value_x = _chosen(specs, Role.X_FWD, x, plain_x.value, site.switch)
-    value_w = _chosen(specs, Role.W_FWD, w, plain_w.value, site.switch)
+    of_site = (site.switch, ScalingInputs(None, None, site.joint_amax))
+    value_x = _chosen(specs, Role.X_FWD, x, plain_x.value, *of_site)
+    value_w = _chosen(specs, Role.W_FWD, w, plain_w.value, *of_site)
     y = product(value_x, value_w)
   else:
     if problem := _beside_rounding(spec.recipe):
@@ -203,13 +204,12 @@ def _dequantized(spec: gemm_spec.GemmSpec, role: Role, t, inputs: ScalingInputs)
   return jax.lax.stop_gradient(value.dequantize(spec.x_dtype) if is_code else value)
 
 
-def _chosen(specs: Sequence[gemm_spec.GemmSpec], role: Role, t, plain, choice):
+def _chosen(specs: Sequence[gemm_spec.GemmSpec], role: Role, t, plain, choice, inputs):
   """The operand as the chosen one of these quantizes it, with the gradient of `plain`."""
   quants = [spec.quant(role) for spec in specs]
   first = [quants.index(quant) for quant in quants]  # options may share a quantizer
   kept = sorted(set(first))
-  current = ScalingInputs(None, None)
-  branches = [functools.partial(_dequantized, specs[i], role, inputs=current) for i in kept]
+  branches = [functools.partial(_dequantized, specs[i], role, inputs=inputs) for i in kept]
   branch = jnp.asarray([kept.index(i) for i in first])[choice]
   quantized = jax.lax.switch(branch, branches, jax.lax.stop_gradient(t))
   # To the bit `quantized`, but for signs of zeros; NaN where x is no number, as amaxes would say.

@@ -214,8 +214,9 @@ def master_nbytes(format: Quant | str | None) -> tuple[float, float]:
 
 _BF16 = Quant(BF16, scale=Scale.NONE)
 # Of linear layers that are not trained, by the name of model.lora.base: E4M3 codes with one scale
-# per 128x128, which their GEMMs multiply as they are, or BF16, which a recipe quantizes each step.
-FROZEN = {"block_fp8": stored_matrix.QUANT, "bf16": _BF16}
+# per 128x128, which their GEMMs multiply as they are, or BF16 or float32, which a recipe quantizes
+# each step: float32 to the codes that init.hf has, where BF16 would round their scales.
+FROZEN = {"block_fp8": stored_matrix.QUANT, "bf16": _BF16, "float32": None}
 
 
 def store_frozen(x, quant: Quant | None, *, inputs: int, lead: int) -> Any:

@@ -192,7 +192,10 @@ def check(
     if recipe.fwd.rhs is not None:
       quants.setdefault(recipe.fwd.rhs, []).append(site)
   if not quants:
-    texts.append("no weight is quantized: give a recipe with a fwd.rhs in precision.rules")
+    texts.append(
+      "no weight is quantized: give layers a recipe of quantized weights in precision.rules, such "
+      "as w4a16 or fp8_dynamic"
+    )
   has_activations = any(r.fwd.rhs is not None and r.fwd.lhs is not None for r in recipes.values())
   for method in methods:
     if isinstance(method, SmoothQuant) and quants and not has_activations:

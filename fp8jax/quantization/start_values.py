@@ -11,12 +11,18 @@ ulp larger than what it stands for. Below it no weights will do, either.
 Of such a tile one element can be raised to the format's largest: the scale is then the given one,
 and this code alone is another. Each tile takes the raised element or its plain values, whichever
 errs less. Codes beyond the format's largest, -8 of INT4 as others write it, become the largest.
+
+Of two levels the first has the same condition: the given one comes back where a tile has both the
+largest E4M3 number and the largest code, in one of the matrices that have it in common. The caller
+says in which: its largest element is made the amax whose scale is the given one, to the bit. It
+then differs from what its code stands for by an ulp or two, or in another tile raises that.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp8jax.quantization import quantize, scaled_matrix
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
@@ -38,12 +44,30 @@ class StartValues(NamedTuple):
   error: jax.Array
 
 
-def start_values(codes: ScaledMatrix, quant: Quant) -> StartValues:
+def first_level_amax(scale: float, quant: Quant) -> np.float32:
+  """The amax of a tensor whose first of two levels is `scale`, or next to it where none is.
+
+  Every scale that was made as 1 / (2688 / amax) has one, as in compressed-tensors; of those made as
+  amax / 2688, ModelOpt's, 83 % have, and the others come back one ulp beside.
+  """
+  one = np.float32(scale) / np.float32(quantize.tensor_scale(1.0, quant))
+  ulps = np.array([0, -1, 1, -2, 2, -3, 3, -4, 4], np.int32)
+  near = (np.float32(one).view(np.int32) + ulps).view(np.float32)
+  missed = np.abs(np.asarray(quantize.tensor_scale(near, quant)) - np.float32(scale))
+  return near[np.argmin(missed)]
+
+
+def start_values(
+  codes: ScaledMatrix, quant: Quant, tensor_amax=None, is_largest=False
+) -> StartValues:
   """The weights that a recipe rounds to the codes, where any are, and how far they miss elsewhere.
 
   Args:
     codes: [rows, contraction], finite.
     quant: the recipe's, of its weight.
+    tensor_amax: float32 scalar that the first of two levels is made from, at least the largest
+      value but for an ulp or two, which go; None: the matrix's own.
+    is_largest: whether this matrix has the element of that magnitude.
 
   Raises:
     ValueError: the codes have other tiles than the recipe, or it rounds at random.
@@ -62,16 +86,24 @@ def start_values(codes: ScaledMatrix, quant: Quant) -> StartValues:
     plain = jnp.where(jnp.abs(data) == quant.format.max / 2, away, plain)
   raised = _with_largest(data, quant) * scale
 
+  def again(weights):
+    return quantize.quantize(weights, quant, tensor_amax=tensor_amax)
+
   def errors(weights):
-    missed = quantize.quantize(weights, quant).dequantize() - values
+    missed = again(weights).dequantize() - values
     return jnp.sum(quantize.tiled(jnp.square(missed), quant), axis=(1, 3))
 
   is_raised = scaled_matrix.per_element(errors(raised) < errors(plain), codes.tile, codes.shape)
   weights = jnp.where(is_raised, raised, plain)
-  again = quantize.quantize(weights, quant)
-  differing = jnp.mean(again.data.astype(jnp.float32) != own, dtype=jnp.float32)
+  if tensor_amax is not None:
+    flat = jnp.clip(weights, -tensor_amax, tensor_amax).ravel()
+    at = jnp.argmax(jnp.abs(flat))
+    raised = jnp.copysign(jnp.float32(tensor_amax), flat[at])
+    weights = jnp.where(is_largest, flat.at[at].set(raised), flat).reshape(weights.shape)
+  made = again(weights)
+  differing = jnp.mean(made.data.astype(jnp.float32) != own, dtype=jnp.float32)
   norm = jnp.maximum(jnp.linalg.norm(values), jnp.finfo(jnp.float32).tiny)
-  return StartValues(weights, differing, jnp.linalg.norm(again.dequantize() - values) / norm)
+  return StartValues(weights, differing, jnp.linalg.norm(made.dequantize() - values) / norm)
 
 
 def _with_largest(data, quant: Quant):

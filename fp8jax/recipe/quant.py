@@ -272,6 +272,8 @@ class Quant:
     transform: applied before quantising; the product undoes a Hadamard, reading the others.
     keeps_nonzero: what is not 0 becomes the smallest magnitude of its tile rather than 0. A second
       moment of 0 under a first one that is not makes Adam divide by eps alone.
+    is_joint: of a weight with two levels, whether the first is of all weights that multiply one
+      input, as in servers, which fuse these (ops/joint.py).
   """
 
   format: Format
@@ -282,6 +284,7 @@ class Quant:
   transform: Transform | None = None
   keeps_nonzero: bool = False
   clip: Clip = AMAX
+  is_joint: bool = False
 
   def __post_init__(self):
     if not isinstance(self.format, Format):
@@ -315,6 +318,11 @@ class Quant:
         f"source={self.source} remembers one amax per tensor, so tile must be "
         f"({WHOLE}, {WHOLE}); got {self.tile}. Use source=CURRENT for finer tiles"
       )
+    if self.is_joint and (self.scale is not Scale.E4M3_OVER_F32 or self.source != CURRENT):
+      raise ValueError(
+        f"is_joint with scale={self.scale.value!r}, {self.source}: it is the first of two levels "
+        "that is joint; set scale='e4m3_over_f32' and source=CURRENT, or is_joint=False"
+      )
     of_one = (Scale.F32, Scale.POW2, Scale.GAUDI2)
     if self.source != CURRENT and self.scale not in of_one and not has_levels:
       raise ValueError(f"{self.source} needs scale f32, pow2 or gaudi2, got {self.scale.value}")
@@ -334,10 +342,7 @@ class Quant:
     if self.scale is Scale.ONE and (self.tile != (WHOLE, WHOLE) or self.source != CURRENT):
       raise ValueError(f"scale='one' is that of the whole tensor: set tile=({WHOLE}, {WHOLE})")
     if self.scale is Scale.FLOOR_4_3 and self.format.max * 2.0**-self.format.max_exponent != 1.5:
-      raise ValueError(
-        f"scale='floor_4_3' with format={self.format}: it makes 8 units 6 of E2M1's; set "
-        "scale='floor'"
-      )
+      raise ValueError(f"scale='floor_4_3' is E2M1's, not {self.format}'s; set scale='floor'")
     size = self.rotation.size if self.rotation else 1
     if self.rounding is Rounding.EDEN and not (
       self.scale is Scale.E4M3_OVER_F32 and self.tile[0] == 1 and self.rotation
@@ -375,23 +380,19 @@ class Quant:
   def to_dict(self) -> dict[str, Any]:
     """A JSON-able description; `from_dict` inverts it exactly."""
     return {
-      "format": self.format.name,
-      "tile": list(self.tile),
-      "scale": self.scale.value,
-      "source": described(self.source),
-      "rounding": self.rounding.value,
-      "transform": described(self.transform),
-      "keeps_nonzero": self.keeps_nonzero,
-      "clip": described(self.clip),
-    }
+      "format": self.format.name, "tile": list(self.tile), "scale": self.scale.value,
+      "source": described(self.source), "rounding": self.rounding.value,
+      "transform": described(self.transform), "keeps_nonzero": self.keeps_nonzero,
+      "clip": described(self.clip), **({"is_joint": True} if self.is_joint else {}),
+    }  # fmt: skip
 
   @classmethod
   def from_dict(cls, q: dict[str, Any]) -> "Quant":
-    """Descriptions of before have no clip: it was the largest."""
+    """Descriptions of before have no clip, which was the largest, and no is_joint."""
     return cls(
       by_name(q["format"]), tuple(q["tile"]), Scale(q["scale"]), of_description(q["source"]),
       Rounding(q["rounding"]), of_description(q["transform"]), q["keeps_nonzero"],
-      of_description(q.get("clip")) or AMAX,
+      of_description(q.get("clip")) or AMAX, q.get("is_joint", False),
     )  # fmt: skip
 
   def __repr__(self):
@@ -404,5 +405,5 @@ class Quant:
       extra += f" hadamard{self.rotation.size}{signs}"
     extra += " square root" if isinstance(self.transform, SquareRoot) else ""
     extra += " expanded" if isinstance(self.transform, DynamicRangeExpansion) else ""
-    extra += " nonzero" if self.keeps_nonzero else ""
+    extra += " nonzero" * self.keeps_nonzero + " joint" * self.is_joint
     return f"{self.format.name} {rows}x{contraction} {self.scale.value}{extra}"

@@ -8,8 +8,11 @@ with, generated from and exported. Export writes SERVED; no server reads MEASURE
 library.py or papers.py has the name already, these end in "_ste", straight-through estimation.
 
 Static activations have a scale per tensor from --job=calibrate. A weight alone is dequantized
-before its product, which is then in 16 bits (W4A16).
+before its product, which is then in 16 bits (W4A16). The first level of NVFP4's weights is joint:
+q, k and v, and gate and up have one, as in the folder, so that what is trained is what is exported.
 """
+
+import dataclasses
 
 from fp8jax.formats import E2M1, E3M4_30, E4M3, E4M3_240, E5M2, INT4, INT8, Format, by_name
 from fp8jax.recipe.gemm import Accumulate, Accumulation, Backward, Gemm, Recipe
@@ -32,9 +35,10 @@ _FP8_GROUP, _FP8_BLOCK = Quant(E4M3, (1, 128)), Quant(E4M3, (128, 128))
 # GPTQ's and AWQ's groups: 128 inputs of an output channel.
 _INT4, _INT4_64 = Quant(INT4, (1, 128)), Quant(INT4, (1, 64))
 _MX8, _MX4 = (Quant(f, (1, 32), Scale.POW2) for f in (E4M3, E2M1))
-_NV4 = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32)
+_NV4_X = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32)
+_NV4 = dataclasses.replace(_NV4_X, is_joint=True)
 # arXiv:2512.02010, of weights: the reader sees scales.
-_NV4_46 = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32, clip=LeastError((1.0, 1.5)))
+_NV4_46 = dataclasses.replace(_NV4, clip=LeastError((1.0, 1.5)))
 
 SERVED = {
   r.name: r
@@ -57,9 +61,9 @@ SERVED = {
     _served("mxfp4a16", _MX4),
     _served("mxfp4_ste", _MX4, _MX4, 32),
     _served("nvfp4a16", _NV4),
-    _served("nvfp4_ste", _NV4, _NV4, 16),
+    _served("nvfp4_ste", _NV4, _NV4_X, 16),
     _served("nvfp4a16_4or6", _NV4_46),
-    _served("nvfp4_ste_4or6", _NV4_46, _NV4, 16),
+    _served("nvfp4_ste_4or6", _NV4_46, _NV4_X, 16),
   )
 }
 

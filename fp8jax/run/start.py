@@ -94,7 +94,7 @@ def _optimizer(spec: TrainSpec) -> str:
   frozen = sum(counts[k] for k, p in declared.items() if not p.trainable)
   adapters, lora = "no adapters", spec.model.lora
   if lora is not None:
-    stored = "E4M3 codes per 128x128" if lora.base == "block_fp8" else "BF16"
+    stored = {"block_fp8": "E4M3 codes per 128x128", "bf16": "BF16"}.get(lora.base, lora.base)
     at = ", ".join(lora.targets)
     adapters = f"linear layers as {stored}, adapters of rank {lora.rank} at {at}"
   return (

@@ -245,7 +245,7 @@ LEFT_OUT = {
   quant.Delayed: dict(steps=1024, margin=0),
   quant.Static: dict(margin=0),
   quant.Hadamard: dict(size=16),
-  quant.Quant: dict(keeps_nonzero=False),
+  quant.Quant: dict(keeps_nonzero=False, is_joint=False),
   sweep_spec.Optuna: dict(seed=0),
   sweep_spec.Random: dict(seed=0),
   sweep_spec.Sweep: dict(stop_above=1.0),

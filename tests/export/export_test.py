@@ -141,7 +141,7 @@ def test_export_writes_fp8_that_both_readers_pass_and_nothing_otherwise(
     "lowest_snr_db": min(r["snr_db"] for r in rows.values()),
     "tensor_parallel": [1],  # of two heads, whose halves hold no whole tiles
   }  # fmt: skip
-  assert f"{share:.1%} of the parameters in FP8 (14 matrices)" in done.stderr
+  assert f"{share:.1%} of the parameters in codes of e4m3 128x128 f32 (14 matrices)" in done.stderr
   assert set(export_folder.files(str(done.target))) == {
     "README.md", "config.json", "fp8_matrices.json", "model.safetensors", "tokenizer_config.json"
   }  # fmt: skip

@@ -107,7 +107,10 @@ def test_a_recipe_is_written_as_the_preset_of_its_product(preset, recipe):
   [
     ("e5m2_dynamic", "weights in e5m2: the kernels of servers .* take fp8_dynamic"),
     ("e3m4_30_dynamic", "weights in e3m4_30: .* take fp8_dynamic or int8"),
-    ("int5_weights", r"int5: servers multiply weights of 8 bits .*\(w4a16, mxfp4, nvfp4\)"),
+    (
+      "int5_weights",
+      r"int5: servers multiply weights of 8 bits .*\(take w4a16, mxfp4a16 or nvfp4a16\)",
+    ),
     ("e3m2_dynamic", "weights in e3m2: servers multiply weights of 8 bits"),
     ("int4_dynamic", "servers multiply int4 1x. f32 by e4m3 of a token"),
     ("tensor_current_e5m2", "servers multiply e4m3 .* by e4m3 of a token or a tensor, not by e5m2"),
@@ -154,7 +157,7 @@ def test_modelopt_holds_nvfp4_alone_and_its_scales_are_reciprocals_of_compressed
 def test_a_calibration_may_give_the_scale_of_the_tensor(rng):
   """Activations of NVFP4 checkpoints: as if the tensor had the amax, block by block."""
   x = rng.normal(size=(4, 64)).astype(np.float32)
-  static = dataclasses.replace(schemes.NVFP4, source=Static())
+  static = schemes.NVFP4_INPUTS
   got = quantize.quantize(x, static, amax=np.float32(9.0))
   want = quantize.quantize(x, schemes.NVFP4, tensor_amax=np.float32(9.0))
   np.testing.assert_array_equal(got.scale, want.scale)
@@ -307,7 +310,7 @@ def test_targets_are_preferred_by_name_then_by_pattern_then_by_class():
   "of_rules, how, said",
   [
     ((("layers/.*/attn/q", "w4a16"), ("layers/.*", "w8a16")), {},
-     "q_proj.weight, .*v_proj.weight have different schemes, and servers multiply them as one"),
+     "servers multiply them as one, and .*q_proj.weight is .*v_proj.weight is .*one recipe"),
     ((("layers/.*", "int5_weights"),), {},
      "recipe 'int5_weights' multiplied weights as int5 .*: weights in int5: servers multiply"),
     ((("layers/.*", "fp8_dynamic"),), {"method": MODELOPT},

@@ -24,8 +24,8 @@ from fp8jax.generation.settings import Sampling
 from fp8jax.kernels.attention import fixed_order
 from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig
-from fp8jax.ops import site_tree
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 
 SLOW = pytest.mark.slow
 # Large weights: an unlike rounding of one activation moves the loss.

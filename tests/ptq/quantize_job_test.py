@@ -73,7 +73,8 @@ def test_a_folder_becomes_a_folder_of_codes_and_of_the_same_function(quantize, s
   assert abs(codes).max() <= 8
   # Its codes are not rounded again unless that is asked for.
   again = quantize(out=tmp_path / "again", **{"weights.hf": str(done.target)})
-  assert again.code and "holds codes already" in again.stderr
+  stated = f"weights.hf={str(done.target)!r} holds codes already (int4 1x128 f32)"
+  assert again.code and stated in again.stderr
   # A scale that no weights have, named, also where rounding again is asked for.
   tensors = safetensors.numpy.load_file(done.target / "model.safetensors")
   tensors[stem + "weight_scale"] = -tensors[stem + "weight_scale"]
@@ -99,9 +100,13 @@ def test_a_fold_that_changes_the_model_does_not_pass_the_gate(quantize, monkeypa
 
 
 REFUSED = {
-  "no such method": ({"quantize.methods": ("gptk",)}, "did you mean 'gptq'"),
+  "no such method": (
+    {"quantize.methods": ("gptk",)},
+    "quantize.methods: method 'gptk' is unknown; did you mean 'gptq'",
+  ),
   "two ways to codes": (
-    {"quantize.methods": ("gptq", "learned_rounding")}, "each choose the codes"
+    {"quantize.methods": ("gptq", "learned_rounding")},
+    "quantize.methods: gptq and learned_rounding each choose the codes",
   ),
   "outliers of no activations": ({"quantize.methods": ("smooth_quant",)}, "Take awq()"),
   "a method that a format cannot": (
@@ -114,6 +119,14 @@ REFUSED = {
   "no text": ({"quantize.text": "nowhere.txt"}, "quantize.text"),
   "too little text": (
     {"quantize.tokens": 100_000, "quantize.methods": ("gptq",)}, "set quantize.tokens=2304"
+  ),
+  "no whole window": (
+    {"seq_len": 4096, "quantize.tokens": 1, "quantize.methods": ("gptq",),
+     "model.max_positions": 4096}, "give more text, or set a smaller seq_len"
+  ),
+  "two formats of a fused group": (
+    {"precision.rules": (("layers/1/attn/q", "int8"), ("layers/.*", "w4a16"), ("head", "bf16"))},
+    "self_attn.q_proj.weight is int8 1x* f32, model.layers.1.self_attn.k_proj.weight is int4 1x128",
   ),
   "nothing to write codes in": ({"export.format": "hf-bf16"}, "holds no codes"),
   "codes of another container": (

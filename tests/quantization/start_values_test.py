@@ -6,7 +6,7 @@ import oracle
 import pytest
 
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
-from fp8jax.quantization.start_values import start_values
+from fp8jax.quantization.start_values import first_level_amax, start_values
 from fp8jax.recipe.quant import Quant
 from fp8jax.recipe.served import SERVED
 
@@ -82,6 +82,13 @@ def test_no_weights_round_to_codes_whose_largest_is_below_the_formats(rng):
     data, _ = oracle.quantize(w, quant.format.name, quant.tile, quant.scale.value)
     tiles = np.abs(data.astype(np.float64)).reshape(512, -1, quant.tile[1])
     assert tiles.max(-1).min() == least
+
+
+def test_the_amax_of_a_first_level_has_it_to_the_bit(rng):
+  for amax in np.float32(2.0 ** rng.uniform(-12, 4, 40)):
+    scale = oracle.two_level(amax, amax, "e2m1")[1]
+    made = first_level_amax(float(scale), _NV4)
+    assert oracle.two_level(made, made, "e2m1")[1] == scale
 
 
 def test_codes_of_other_tiles_are_refused():

@@ -93,11 +93,22 @@ def test_scales_and_random_bits_are_those_of_separate_runs(tmp_path):
     assert not np.array_equal(first[0], first[1]) and not np.array_equal(first, last)
 
 
+# Sums of products in the compute dtype have another order in a batch of trials. At a rate of 0.3,
+# four steps make of it 1e-5 in the loss of bf16 and 3e-6 in mxfp4a16's; the first two are equal.
+_GENTLE = (spec.Grid({"optim.peak_lr": (1e-3, 1e-2)}),)
+
+
 @pytest.mark.slow  # two programs per seed and rate
-@pytest.mark.parametrize("arm", ["tensor_current", "tensor_delayed", "fp8lm", "nvfp4_sr_rht"])
-def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch, arm):
+@pytest.mark.parametrize(
+  "arm, more",
+  [
+    ("tensor_current", {}), ("tensor_delayed", {}), ("fp8lm", {}), ("nvfp4_sr_rht", {}),
+    ("mxfp4a16", {"axes": _GENTLE}),
+  ],
+)  # fmt: skip
+def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch, arm, more):
   """Losses, parameters' norm and held-out losses, with scales and random bits of its own trial."""
-  sweep, trials = _trials(tmp_path, arm)
+  sweep, trials = _trials(tmp_path, arm, **more)
   monkeypatch.setattr(spec, "load", lambda *_: sweep)
   arguments = ("s.py", ".", str(tmp_path / "out"), 0, "", False, True)
   assert sweep_run.run(*arguments) == 0

@@ -261,7 +261,7 @@ def _quant(args: Any, where: str) -> Quant:
       scale = Scale.E4M3_OVER_F32
     elif kind[0] == "float" and size == 32:
       scale = Scale.EVEN
-  return Quant(_FORMATS[kind], tile, scale)
+  return Quant(_FORMATS[kind], tile, scale, is_joint=scale is Scale.E4M3_OVER_F32)
 
 
 def _inputs(args: Any, where: str) -> Quant:
@@ -269,7 +269,7 @@ def _inputs(args: Any, where: str) -> Quant:
   quant = _quant(args, where)
   whole, is_local = quant.tile == (WHOLE, WHOLE), quant.scale is Scale.E4M3_OVER_F32
   is_static = whole and not args.get("dynamic") or is_local
-  return dataclasses.replace(quant, source=Static()) if is_static else quant
+  return dataclasses.replace(quant, source=Static(), is_joint=False) if is_static else quant
 
 
 def _expect(stated: Mapping[str, Any], allowed: Mapping[str, tuple], where: str):

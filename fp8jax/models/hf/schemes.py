@@ -87,8 +87,8 @@ CONTAINERS = {
     ("weight", "U8"), ("weight_scale", "F8_E4M3"), "weight_scale_2", scalar=()
   ),
 }  # fmt: skip
-NVFP4 = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32)
-NVFP4_INPUTS = dataclasses.replace(NVFP4, source=Static())
+NVFP4 = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32, is_joint=True)
+NVFP4_INPUTS = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32, Static())
 _TWO_LEVELS = ("nvfp4-pack-quantized", MODELOPT)
 POWERS = (Scale.POW2, Scale.FLOOR, Scale.EVEN, Scale.POW2_DOWN, Scale.GAUDI2)
 

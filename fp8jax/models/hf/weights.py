@@ -221,6 +221,12 @@ def mismatches(folder: Folder, entries: Iterable[Entry], dims):
   ]  # fmt: skip
 
 
+def codes_of(source: str, cfg: ModelConfig) -> str:
+  """How a folder holds its quantized matrices, "int4 1x128 f32"; "" of one without any."""
+  of = map(Folder(source).scheme, (e.name for e in names.entries(cfg) if _is_linear(e)))
+  return ", ".join(dict.fromkeys(str(scheme.weight) for scheme in of if scheme))
+
+
 def _is_ignorable(name: str, cfg: ModelConfig) -> bool:
   """Buffers that old files carry, and a tied head written out: both derive from what is read. And
   scales of keys and values, which caches here choose for every token."""
@@ -292,19 +298,15 @@ def _in_codes(folder: Folder, entries, cfg: ModelConfig, paths) -> set[str]:
   quants: dict[str, dict[str, Quant | None]] = {}
   for e in filter(_is_linear, entries):
     scheme = folder.scheme(e.name)
-    quants.setdefault(e.path, {})[e.name] = scheme and dataclasses.replace(
-      scheme.weight, tile=scheme.tile
-    )
+    own = scheme and dataclasses.replace(scheme.weight, tile=scheme.tile)
+    quants.setdefault(e.path, {})[e.name] = own
   if cfg.lora and cfg.lora.base == "block_fp8":
     return {n for of in quants.values() for n, q in of.items() if q and _is_base(q)}
   wanted = {path: paths[path] if isinstance(paths, Mapping) else () for path in paths}
   return {
-    name
-    for path, of in quants.items()
-    if path in wanted and len({*of.values()}) == 1 and None not in of.values()
-    for name, q in of.items()
-    if q and all(stored_matrix.is_compatible(one, q) for one in wanted[path])
-  }
+    n for path, of in quants.items() if path in wanted and len({*of.values()}) == 1
+    for n, q in of.items() if q and all(stored_matrix.is_compatible(w, q) for w in wanted[path])
+  }  # fmt: skip
 
 
 def _is_base(quant: Quant) -> bool:
@@ -313,15 +315,13 @@ def _is_base(quant: Quant) -> bool:
 
 @jax.jit(donate_argnums=0)
 def _put(stack, value, layer):
-  return jax.tree.map(
-    lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, layer, 0), stack, value
-  )
+  at = lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, layer, 0)  # noqa: E731
+  return jax.tree.map(at, stack, value)
 
 
 def _shardings(value, sharding):
   """Of an array, or of the arrays of codes."""
-  is_codes = isinstance(value, StoredMatrix)
-  return stored_matrix.shardings(value, sharding) if is_codes else sharding
+  return stored_matrix.shardings(value, sharding) if isinstance(value, StoredMatrix) else sharding
 
 
 def _zeros(layers: int, value, sharding):
@@ -361,8 +361,8 @@ def _read_codes(folder: Folder, entry: Entry, dims) -> StoredMatrix:
   data = np.ascontiguousarray(codes.data.T).reshape([dims[letter] for letter in entry.letters])
   arrays: tuple[Any, Any] = (data, np.ascontiguousarray(codes.scale.T))  # yet to be placed
   quant = dataclasses.replace(scheme.weight, tile=scheme.tile)
-  is_base = _is_base(quant)
-  return StoredMatrix(*arrays, entry.inputs or 0, stored_matrix.QUANT if is_base else quant)
+  quant = stored_matrix.QUANT if _is_base(quant) else quant
+  return StoredMatrix(*arrays, entry.inputs or 0, quant)
 
 
 def _check_finite(value: np.ndarray, what: str):
