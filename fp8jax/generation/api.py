@@ -361,8 +361,8 @@ def problems_of(cfg: ModelConfig, run: ComputeConfig) -> list[str]:
     )
   if run.is_invariant and run.layout.mesh is not None:
     texts.append(
-      "precision.invariant=True on a mesh: tokens are decoded in tiles on one device; set mesh.data, "
-      "mesh.fsdp and mesh.tensor to 1, or precision.invariant=False"
+      "precision.invariant=True on a mesh: tokens are decoded in tiles on one device; set "
+      "mesh.data, mesh.fsdp and mesh.tensor to 1, or precision.invariant=False"
     )
   if run.attention_recipe is not None:
     texts.append(

@@ -121,8 +121,8 @@ class Engine:
       requests: in the order in which they take slots.
       sampling: its temperature, top_k and top_p.
       length: positions per slot; prompt and completion of every request fit.
-      push: takes a request's next token, NO_TOKEN for none, with its log-probability (Slots.logp_B),
-        and says whether that was its last.
+      push: takes a request's next token, NO_TOKEN for none, with its log-probability
+        (Slots.logp_B), and says whether that was its last.
     """
     drawn, weights = dict(method=method_of(sampling)), self.weights
     numbers = (np.float32(sampling.temperature), np.float32(sampling.top_p))
