@@ -21,7 +21,7 @@ import numpy as np
 
 ROWS, COLUMNS, TOKENS, DAMP, BLOCK, GRID, ALPHAS = 20, 256, 640, 0.01, 128, 21, (0.25, 0.5, 0.75)
 DEAD = 5
-# Name: (preset, bits and group, that of integers with fp8jax's range).
+# Name: (preset, columns of a group where they are not the preset's).
 FORMATS = {
   "int4_64": ("W4A16", 64), "int4_128": ("W4A16", 0), "int8": ("INT8", 0),
   "int4_64_max": ("W4A16", 64), "int4_128_max": ("W4A16", 0), "int8_max": ("INT8", 0),
