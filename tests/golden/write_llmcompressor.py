@@ -15,6 +15,7 @@ that tells the package a wider range; so GPTQ and AWQ are compared on the same s
 import functools
 import json
 import pathlib
+import tempfile
 from unittest import mock
 
 import numpy as np
@@ -82,6 +83,7 @@ def main():
   for name in AWQ:
     arrays[f"awq.{name}.losses"], arrays[f"awq.{name}.scale"] = _awq((w, v), alive(x), name)
   arrays["awq.dead.losses"], arrays["awq.dead.scale"] = _awq((w, v), x, "int4_64")
+  arrays |= _llama_by_gptq()
   about = {
     "versions": {"llmcompressor": llmcompressor.__version__, "torch": torch.__version__,
                  "compressed-tensors": compressed_tensors.__version__},
@@ -272,6 +274,82 @@ def _awq(ws, x, name):
     originals = {layer: layer.weight.clone() for layer in layers}
     scale = modifier._compute_best_scale(mapping, modifier._run_samples(parent), originals)
   return np.array(losses), _numpy(scale)
+
+
+# --- a whole model -------------------------------------------------------------------------------
+
+SIZES = dict(vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+             num_attention_heads=3, num_key_value_heads=1, head_dim=16,
+             max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=False)  # fmt: skip
+
+
+def llama():
+  """({name in a Hugging Face folder: float32}, tokens [windows, length]) of a tiny Llama."""
+  rng, s = np.random.default_rng(12), SIZES
+  d, f, kv = s["hidden_size"], s["intermediate_size"], s["head_dim"]
+  shapes = {"q_proj": (d, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, d),
+            "gate_proj": (f, d), "up_proj": (f, d), "down_proj": (d, f)}  # fmt: skip
+  made = {}
+  for layer in range(s["num_hidden_layers"]):
+    name = f"model.layers.{layer}"
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+      made[f"{name}.{norm}.weight"] = np.exp(0.8 * rng.standard_normal(d))
+    for proj, shape in shapes.items():
+      part = "mlp" if shape[0] == f or proj == "down_proj" else "self_attn"
+      made[f"{name}.{part}.{proj}.weight"] = 0.2 * rng.standard_normal(shape)
+  made["model.norm.weight"] = np.ones(d)
+  for name in ("model.embed_tokens.weight", "lm_head.weight"):
+    made[name] = rng.standard_normal((s["vocab_size"], d))
+  return {k: v.astype(np.float32) for k, v in made.items()}, rng.integers(0, 64, (8, 32))
+
+
+def llama_matrices(weights) -> list[str]:
+  return [name for name in weights if "_proj" in name]
+
+
+def _oneshot(model, tokens):
+  import datasets
+  import tokenizers
+  import transformers
+  from llmcompressor import oneshot
+  from llmcompressor.modifiers.gptq import GPTQModifier
+
+  text = datasets.Dataset.from_dict(
+    {"input_ids": tokens.tolist(), "attention_mask": np.ones_like(tokens).tolist()}
+  )
+  words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+  processor = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a")
+  recipe = GPTQModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head"])
+  oneshot(model=model, dataset=text, recipe=recipe, num_calibration_samples=len(tokens),
+          max_seq_length=tokens.shape[1], shuffle_calibration_samples=False,
+          processor=processor)  # fmt: skip
+
+
+def _llama_by_gptq():
+  """Codes, E4M3 scales and global scales of `llama_matrices`, by oneshot, layer after layer."""
+  import torch
+  import transformers
+
+  weights, tokens = llama()
+  config = transformers.LlamaConfig(**SIZES, attn_implementation="eager", dtype="float32")
+  model = transformers.LlamaForCausalLM(config)
+  model.load_state_dict({k: torch.from_numpy(v) for k, v in weights.items()})
+  with tempfile.TemporaryDirectory() as folder:  # oneshot reads the model's folder, too
+    model.save_pretrained(folder)
+    model = transformers.LlamaForCausalLM.from_pretrained(
+      folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    _oneshot(model, tokens)
+  modules = dict(model.named_modules())
+  made = {"codes": [], "scale": [], "factor": []}
+  for name in llama_matrices(weights):
+    module = modules[name.removesuffix(".weight")]
+    scale, factor = module.weight_scale.float(), module.weight_global_scale
+    values = _numpy(module.weight / (scale / factor).repeat_interleave(16, 1))
+    made["codes"].append(_codes(np.rint(2 * values) / 2, "nvfp4").ravel())
+    made["scale"].append(_codes(_numpy(scale), "fp8").ravel())
+    made["factor"].append(_numpy(factor))
+  return {f"llama.{part}": np.concatenate(of) for part, of in made.items()}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ Where both choose the same scales, codes are equal to the bit. What differs by d
 - AWQ: a dead channel counts as the smallest, which changes the factor that all channels share.
 """
 
+import dataclasses
 import json
 import pathlib
 
@@ -21,10 +22,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from golden import write_llmcompressor as theirs
 
+from configs import base
+from fp8jax.config import resolve
 from fp8jax.formats import E2M1, INT4, INT8
-from fp8jax.ptq import awq, gptq, moments, smooth
+from fp8jax.kernels import choose
+from fp8jax.models import transformer
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ptq import awq, gptq, methods, moments, run, smooth
 from fp8jax.quantization import quantize
 from fp8jax.recipe import served
 from fp8jax.recipe.quant import WHOLE, Quant, Scale
@@ -35,6 +43,11 @@ QUANTS = {
   "int8": Quant(INT8, (1, WHOLE)), "fp8": served.SERVED["fp8_dynamic"].fwd.rhs,
   "mxfp4": Quant(E2M1, (1, 32), Scale.EVEN), "nvfp4": served.SERVED["nvfp4a16"].fwd.rhs,
 }  # fmt: skip
+_SITES = [
+  f"layers/{layer}/{site}"
+  for layer in range(2)
+  for site in ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")
+]
 ULP = 2.0**-22  # of float32 numbers that two divisions, or a product with a reciprocal, give
 
 
@@ -199,3 +212,34 @@ def test_awq_of_llmcompressor_spares_loud_channels_less_in_its_own_integers(gold
   factor = golden["awq.dead.scale"][live] * np.sqrt(raised.max() * raised.min()) / raised
   np.testing.assert_allclose(factor, factor[0], rtol=1e-6)
   assert abs(factor[0] - 1) > 0.1
+
+
+@SLOW
+def test_gptq_of_a_whole_llama_is_llmcompressors(golden, tmp_path):
+  """Layer after layer on inputs that quantized layers give, q, k, v and gate, up under one factor.
+
+  On x86 all 30,720 codes are equal; a tie may take a row along, and shift what comes after it.
+  """
+  weights, tokens = theirs.llama()
+  safetensors.numpy.save_file(weights, tmp_path / "model.safetensors")
+  stated = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **theirs.SIZES}
+  (tmp_path / "config.json").write_text(json.dumps(stated))
+  c, cfg = base.get_config(), hf_config.read_config(str(tmp_path))
+  c.precision.rules = (("layers/.*", "nvfp4a16"), ("head", "bf16"))
+  c.precision.compute_dtype, c.global_batch, c.seq_len = "float32", 4, tokens.shape[1]
+  spec = resolve.resolve(c, 1, choose.Device("cpu"))
+  spec = dataclasses.replace(spec, model=cfg, declaration=transformer.params(cfg))
+  params, _ = hf_weights.load_params(str(tmp_path), cfg)
+  method = methods.Gptq(theirs.DAMP, "by_activation", theirs.BLOCK)
+  made = run.quantize(spec, params, [tokens.astype(np.int32)], [method], str(tmp_path), print)
+  ours = [made.codes[site]() for site in _SITES]
+  sizes = [weights[name].shape for name in theirs.llama_matrices(weights)]
+  assert [of.data.shape for of in ours] == sizes and len(made.codes) == len(ours)
+  data = np.concatenate([np.asarray(of.data, np.float32).ravel() for of in ours])
+  assert np.mean(data != _codes(golden["llama.codes"], "nvfp4")) < 0.02
+  counts = [of.scale.size for of in ours]
+  scale = golden["llama.scale"].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+  scale /= golden["llama.factor"].repeat(counts)
+  np.testing.assert_allclose(np.concatenate([of.scale.ravel() for of in ours]), scale, rtol=ULP)
+  q, k, v, o, gate, up, _ = golden["llama.factor"][:7]
+  assert q == k == v != o and gate == up
