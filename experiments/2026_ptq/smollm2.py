@@ -24,9 +24,11 @@ import json
 import os
 import pathlib
 import resource
+import shutil
 import sys
 import tempfile
 import time
+import traceback
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -164,29 +166,42 @@ def unquantized() -> dict[str, list[np.ndarray]]:
 
 
 def run(target: pathlib.Path, wanted: list[str]):
-  """Every arm that has no file yet."""
+  """Every arm that has no file yet; one that fails is told, and the others go on."""
   target.mkdir(parents=True, exist_ok=True)
-  source = None
+  source, failed = None, []
   for recipe, methods in ARMS:
     arm = name_of(recipe, methods)
     path = target / f"{arm}.json"
     if path.exists() or (wanted and not any(arm.startswith(w) for w in wanted)):
       continue
     source = source or unquantized()
-    began, cpu = time.time(), _cpu()
-    folder, report = quantized(target, recipe, methods)
-    seconds, cpu = time.time() - began, _cpu() - cpu
-    row = {
-      "recipe": recipe, "methods": methods, "seconds": seconds, "cpu_seconds": cpu,
-      "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
-      "quantized": report["fp8_matrices"], "calibration_tokens": report["calibration_tokens"],
-      "mean_relative_error": report.get("mean_relative_error"),
-      "texts": measure(recipe, str(folder), source),
-      "provenance": provenance.provenance({}, "assets named in the script", 0),
-    }  # fmt: skip
+    try:
+      row = one(target, recipe, methods, source)
+    except Exception:
+      traceback.print_exc()
+      failed.append(arm)
+      continue
     records.write_atomic(str(path), records.to_json(row))
-    _without_weights(folder)
-    print(f"{arm}: {seconds:.0f} s", flush=True)
+    print(f"{arm}: {row['seconds']:.0f} s", flush=True)
+  if failed:
+    sys.exit(f"these arms failed: {', '.join(failed)}")
+
+
+def one(target: pathlib.Path, recipe: str, methods: str, source) -> dict:
+  """An arm, of which the folder keeps everything but the weights."""
+  began, cpu = time.time(), _cpu()
+  folder, report = quantized(target, recipe, methods)
+  seconds, cpu = time.time() - began, _cpu() - cpu
+  row = {
+    "recipe": recipe, "methods": methods, "seconds": seconds, "cpu_seconds": cpu,
+    "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
+    "quantized": report["fp8_matrices"], "calibration_tokens": report["calibration_tokens"],
+    "mean_relative_error": report.get("mean_relative_error"),
+    "texts": measure(recipe, str(folder), source),
+    "provenance": provenance.provenance({}, "assets named in the script", 0),
+  }  # fmt: skip
+  _without_weights(folder)
+  return row
 
 
 def name_of(recipe: str, methods: str) -> str:
@@ -197,6 +212,7 @@ def quantized(target: pathlib.Path, recipe: str, methods: str) -> tuple[pathlib.
   """The folder of an arm, and the report of the job."""
   folder, work = target / "folders" / name_of(recipe, methods), str(target / "work")
   chosen = config(recipe, methods)
+  shutil.rmtree(folder, ignore_errors=True)  # of an arm that was cut off
   return folder, dispatch.call("quantize", chosen, base.get_config(), work, out=str(folder))
 
 
