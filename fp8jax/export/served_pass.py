@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from fp8jax import params as params_lib
 from fp8jax.export import fp8 as fp8_lib
 from fp8jax.export import matrices
+from fp8jax.formats import E4M3, E4M3_240, Format
 from fp8jax.models import transformer
 from fp8jax.models.hf import names, schemes
 from fp8jax.models.hf import weights as hf_weights
@@ -27,9 +28,11 @@ def quantizes_inputs(plan: fp8_lib.Plan | None) -> bool:
   return plan is not None and any(m.scheme.inputs for m in plan.matrices.values())
 
 
-def recipe(scheme: Scheme) -> Recipe:
+def recipe(scheme: Scheme, read_as: Mapping[Format, Format]) -> Recipe:
   """The forward product of a scheme; a scale of the weight's tensor is its current one."""
-  w = dataclasses.replace(scheme.weight, tile=scheme.tile, source=CURRENT)
+  w = scheme.weight
+  format = read_as.get(w.format, w.format)
+  w = dataclasses.replace(w, format=format, tile=scheme.tile, source=CURRENT)
   sizes = [q.tile[1] for q in (w, scheme.inputs) if q and q.tile[1]]
   how = math.gcd(*sizes) if sizes and scheme.inputs else Accumulation.PRECISE
   return Recipe("served", Gemm(scheme.inputs, w, how))
@@ -39,7 +42,8 @@ def sites(spec: TrainSpec, plan: fp8_lib.Plan):
   """The sites of a model whose matrices are multiplied by the plan, static scales included."""
   entries = {fp8_lib.site_of(e): e.name for e in names.entries(spec.model)}
   chosen = {site: plan.matrices[name] for site, name in entries.items() if name in plan.matrices}
-  of_sites = [(re.escape(site), rules.add(recipe(m.scheme))) for site, m in chosen.items()]
+  read_as = {E4M3_240: E4M3} if spec.num_devices == 1 else {}  # `load` has the container's codes
+  of_sites = [(re.escape(site), rules.add(recipe(m.scheme, read_as))) for site, m in chosen.items()]
   tree = site_tree.build_sites(
     transformer.site_params(spec.model), spec.model.dims, (*of_sites, (".*", "bf16")),
     spec.run.layout, backends=site_tree.Backends("reference", spec.device, spec.tokens_per_device),

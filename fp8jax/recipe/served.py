@@ -54,7 +54,7 @@ SERVED = {
     _served("int8_static", channel(INT8), Quant(INT8, source=Static())),
     _served("w4a16", _INT4),
     _served("w4afp8", _INT4, channel(E4M3), 128),
-    # Of widths that 128 does not divide, such as 576: readers have no partial groups.
+    # Of widths that 128 does not divide, such as 576. vLLM 0.32 has no W4AFP8 of 64.
     _served("w4a16_g64", _INT4_64),
     _served("w4afp8_g64", _INT4_64, channel(E4M3), 64),
     _served("mxfp8_ste", _MX8, _MX8, 32),

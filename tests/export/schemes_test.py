@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import types
 
 import jax
 import ml_dtypes
@@ -13,17 +14,18 @@ import safetensors.numpy
 from fp8jax import params
 from fp8jax.errors import UserError
 from fp8jax.export import fp8 as fp8_export
-from fp8jax.export import served, serving, write
+from fp8jax.export import served, served_pass, serving, write
 from fp8jax.formats import E4M3, INT4
 from fp8jax.generation import weights as generation_weights
+from fp8jax.kernels import choose
 from fp8jax.models import transformer
-from fp8jax.models.config import ModelConfig
+from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import names, scheme_config, schemes
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.schemes import COMPRESSED, MODELOPT, Scheme
 from fp8jax.ops import site_tree
-from fp8jax.quantization import quantize
+from fp8jax.quantization import quantize, stored_matrix
 from fp8jax.recipe import rules
 from fp8jax.recipe import served as served_recipes
 from fp8jax.recipe.quant import Quant, Scale, Static
@@ -128,6 +130,25 @@ def test_a_static_scale_that_is_not_amax_by_max_is_refused(how):
   static = served_recipes.SERVED["fp8"].fwd
   with pytest.raises(ValueError, match="static scale is amax / max"):
     served._inputs("float-quantized", static.rhs, dataclasses.replace(static.lhs, **how))
+
+
+@pytest.mark.parametrize("name", served_recipes.SERVED)
+def test_the_pass_of_a_folder_multiplies_the_codes_that_a_reader_finds(name):
+  """The gate's: of E4M3-240 a reader finds codes of E4M3, under whatever scale."""
+  plan = {f"model.layers.{i}.mlp.up_proj.weight": _scheme(name) for i in range(CFG.num_layers)}
+  found = scheme_config.of_config(
+    {"quantization_config": scheme_config.to_config(plan, [])}, "config.json"
+  )
+  matrices = {n: fp8_export.Matrix(s, False) for n, s in plan.items()}
+  spec = types.SimpleNamespace(
+    model=CFG, num_devices=1, run=ComputeConfig(), device=choose.Device("cpu"), tokens_per_device=64
+  )
+  sites = served_pass.sites(spec, fp8_export.Plan(matrices, {}, 0.0))
+  recipe = site_tree.recipes_of(sites)["layers/1/mlp/up"]
+  scheme = found.scheme(UP)
+  read = dataclasses.replace(scheme.weight, tile=scheme.tile)
+  assert stored_matrix.is_compatible(recipe.fwd.rhs, read)
+  assert recipe.fwd.lhs == scheme.inputs
 
 
 def test_modelopt_holds_nvfp4_alone_and_its_scales_are_reciprocals_of_compressed_tensors(rng):

@@ -25,7 +25,8 @@ SMALL = {
   "compressed_tensor_static": ("compressed-tensors", "fp8"),
   **{name: ("compressed-tensors", name) for name in (
     "fp8_channel_static", "fp8_240_dynamic", "w8a16", "int8", "int8_static", "w4a16", "w4a16_g64",
-    "w4afp8", "mxfp8_ste", "mxfp4a16", "mxfp4_ste", "nvfp4a16", "nvfp4_ste", "nvfp4a16_4or6",
+    "w4afp8", "w4afp8_g64", "mxfp8_ste", "mxfp4a16", "mxfp4_ste", "nvfp4a16", "nvfp4_ste",
+    "nvfp4a16_4or6",
   )},
   "mixed": ("compressed-tensors", (
     ("layers/.*/mlp/.*", "w4a16"), ("layers/.*/attn/o", "bf16"), ("layers/.*", "fp8_dynamic"),

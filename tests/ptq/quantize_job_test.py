@@ -13,6 +13,7 @@ from configs import base, debug
 from fp8jax.jobs import dispatch
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ptq import apply
+from fp8jax.recipe.served import SERVED
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,20 @@ def test_a_folder_becomes_a_folder_of_codes_and_of_the_same_function(quantize, s
   again = quantize(out=tmp_path / "again", **damaged)
   assert again.code == 1 and f"{stem}weight_scale has 256 of 256 scales" in again.stderr
   assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", SERVED)
+def test_every_served_recipe_passes_the_gate(quantize, recipe):
+  """To the nearest, read back as numbers and, where activations are quantized, as codes."""
+  done = quantize(recipe)
+  assert not done.code, done.stderr
+  assert done.made["codes_of_calibration"] == 14
+  has_inputs = SERVED[recipe].fwd.lhs is not None
+  assert {*done.made["gate"]} == {"tokens", "noise_floor", "fp8jax", *["served"] * has_inputs}
+  kls = [of["kl"] for name, of in done.made["gate"].items() if name in ("fp8jax", "served")]
+  # Weights that a server multiplies are those that are read: quantized activations alone differ.
+  assert all(0 < kl < 0.2 for kl in kls), kls
 
 
 def test_a_fold_that_changes_the_model_does_not_pass_the_gate(quantize, monkeypatch):

@@ -260,7 +260,7 @@ def _quant(args: Any, where: str) -> Quant:
     if kind[0] == "float" and size == 16:
       scale = Scale.E4M3_OVER_F32
     elif kind[0] == "float" and size == 32:
-      scale = Scale.EVEN
+      scale = Scale.EVEN if kind[1] == 4 else Scale.POW2  # mxfp_utils.py: up above 1.75 * 2^n
   return Quant(_FORMATS[kind], tile, scale, is_joint=scale is Scale.E4M3_OVER_F32)
 
 
