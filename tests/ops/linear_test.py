@@ -42,13 +42,10 @@ def _normal(rng, *shape):
   return rng.standard_normal(shape).astype(np.float32)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _all_gemms(eqn, x, w, g, site):
-  @jax.jit
-  def run(x, w, g):
-    y, pull = jax.vjp(lambda x, w: dot(eqn, x, w, site), x, w)
-    return y, *pull(g)
-
-  return run(x, w, g)
+  y, pull = jax.vjp(lambda x, w: dot(eqn, x, w, site), x, w)
+  return y, *pull(g)
 
 
 def _site(recipe, x, w, g, matmul="auto"):
@@ -91,6 +88,8 @@ def test_dot_is_exact_on_lattice_inputs(rng, eqn, sizes, recipe):
     np.testing.assert_array_equal(dw, np.einsum(f"{xs},{ys}->{ws}", wide[0], wide[2]))
 
 
+# Of two tests, whose products are one program where "auto" is the reference.
+NORMAL = (272, 200), (200, 144), (272, 144)
 NEAREST = [n for n, r in library.RECIPES.items() if r.is_quantized and not r.is_random]
 
 
@@ -101,8 +100,7 @@ NEAREST = [n for n, r in library.RECIPES.items() if r.is_quantized and not r.is_
 )
 def test_dot_equals_an_emulation_written_from_the_papers(rng, recipe, matmul):
   """Each GEMM quantises both operands along its own contraction, weights from the master copy."""
-  tokens, inner, outer = 272, 200, 144
-  x, w, g = _normal(rng, tokens, inner), _normal(rng, inner, outer), _normal(rng, tokens, outer)
+  x, w, g = (_normal(rng, *shape) for shape in NORMAL)
   x[5, 7], w[11, 13], g[17, 19] = 300.0, -40.0, 1e3  # outliers, in different tiles each way
   y, dx, dw = _all_gemms("TD,DF->TF", x, w, g, _site(recipe, x, w, g, matmul))
 
@@ -139,7 +137,7 @@ def test_wide_activations_are_multiplied_in_e5m2(rng):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_dot_error_is_within_its_formats_budget(rng, recipe):
-  x, w, g = _normal(rng, 512, 384), _normal(rng, 384, 320), _normal(rng, 512, 320)
+  x, w, g = (_normal(rng, *shape) for shape in NORMAL)
   got = _all_gemms("TD,DF->TF", x, w, g, _site(recipe, x, w, g))
   wide = [t.astype(np.float64) for t in (x, w, g)]
   want = wide[0] @ wide[1], wide[2] @ wide[1].T, wide[0].T @ wide[2]
