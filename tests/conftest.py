@@ -32,7 +32,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 # read back. The folder is this run's, or one that several runs share.
 _CACHE = tempfile.TemporaryDirectory(prefix="fp8jax_compiled_")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _CACHE.name)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 
 # Tracing makes millions of small objects that live until the program is made: looking for cycles
 # among them each time that 700 are new costs a twentieth of the suite's time.
