@@ -45,11 +45,11 @@ def spec(c, job="train") -> train_spec.TrainSpec:
   return resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS[job].needs)
 
 
-def run_job(job, c, workdir, **options) -> tuple[int, str, str]:
-  """A job in this process, on one of its devices: (exit code, stdout, stderr)."""
+def run_job(job, c, workdir, devices=1, **options) -> tuple[int, str, str]:
+  """A job in this process, on so many of its devices: (exit code, stdout, stderr)."""
   out, err = io.StringIO(), io.StringIO()
   with (
-    mock.patch.object(jax, "device_count", lambda: 1),
+    mock.patch.object(jax, "device_count", lambda: devices),
     contextlib.redirect_stdout(out),
     contextlib.redirect_stderr(err),
   ):

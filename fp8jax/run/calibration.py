@@ -41,8 +41,7 @@ def run(spec: TrainSpec, params, batches, *, step: int, fingerprint: str) -> dic
   has_counts = spec.of(Calibrate).method != "amax"
   width = tensor_stats.COUNTED if has_counts else tensor_stats.LOUD
   total, count = {}, 0
-  for batch in batches:
-    _, stats, _ = nonfinite.stats_of_step(spec, params, batch, statistics=width)
+  for _, stats, _ in nonfinite.stats_of_steps(spec, params, batches, statistics=width):
     for name, values in stats.items():
       total[name] = tensor_stats.combine(total[name], values) if name in total else values
     count += 1

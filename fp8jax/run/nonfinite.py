@@ -20,20 +20,20 @@ from fp8jax.step import loss_scale, train_step
 from fp8jax.step.train_spec import TrainSpec
 
 
-def stats_of_step(
-  spec: TrainSpec, params, batch, phase: int = 0, statistics: int = tensor_stats.LOUD, teacher=None
+def stats_of_steps(
+  spec: TrainSpec, params, batches, phase=0, statistics: int = tensor_stats.LOUD, teacher=None
 ):
-  """One forward and backward pass that watches every site, scales chosen from what it sees.
+  """Forward and backward passes that watch every site, scales chosen from what it sees.
 
   The loss is scaled as at the start of a run.
 
   Args:
-    batch: [B, L], or [A, B, L] when accumulating.
+    batches: each [B, L], or [A, B, L] when accumulating; one program serves all.
     phase: of the precision schedule.
     statistics: tensor_stats.LOUD, or COUNTED to count magnitudes too.
     teacher: of step/distillation.py.
 
-  Returns:
+  Yields:
     (loss, {layer's site: float32 [3, S] tensor_stats.STATISTICS of x, w, g}, and [1 or 2, S] of
     activations, see site.TENSORS,
     {parameter: gradient is finite}), on the host; the last empty with optim.in_backward=True.
@@ -53,9 +53,10 @@ def stats_of_step(
     )
     return value, stats, finite
 
-  loss, stats, finite = jax.device_get(run(params, batch, teacher))
-  finite = {name: bool(ok) for name, ok in params_lib.flatten(finite).items()}
-  return float(loss), site_tree.per_layer(sites, stats), finite
+  for batch in batches:
+    loss, stats, finite = jax.device_get(run(params, batch, teacher))
+    finite = {name: bool(ok) for name, ok in params_lib.flatten(finite).items()}
+    yield float(loss), site_tree.per_layer(sites, stats), finite
 
 
 def first_bad(
@@ -81,7 +82,7 @@ def first_bad(
 
 def report(spec: TrainSpec, params, batch, phase: int = 0, teacher=None) -> dict[str, Any]:
   """JSON-able account of one batch: the loss, the first bad site, amaxes per site."""
-  loss, stats, finite = stats_of_step(spec, params, batch, phase, teacher=teacher)
+  ((loss, stats, finite),) = stats_of_steps(spec, params, [batch], phase, teacher=teacher)
   return {
     "loss": loss,
     "first_bad_site": first_bad(spec.model, stats, finite, loss),

@@ -67,18 +67,21 @@ class StepFn:
 
   def _beside(self, state):
     """The key on the state's devices: from the host it would be a transfer that nobody asked for,
-    which the loop of training refuses (jax.transfer_guard), where a recipe draws random bits."""
-    if isinstance(state.step, core.Tracer):  # inside another program nothing is transferred
-      return self.key
-    where = state.step.sharding
+    which the loop of training refuses (jax.transfer_guard), where a recipe draws random bits.
+    Committed to them where the state is: otherwise the next step's state would be, for which jit
+    lowers and compiles the step again."""
+    step = state.step
+    if isinstance(step, core.Tracer) or not isinstance(step, jax.Array):
+      return self.key  # inside another program, and of shapes, nothing is transferred
+    where = step.sharding if step.committed else None
     if where not in self._placed:
       is_named = isinstance(where, NamedSharding)
       there = NamedSharding(where.mesh, PartitionSpec()) if is_named else where
       self._placed[where] = jax.device_put(self.key, there)
     return self._placed[where]
 
-  def lower(self, *args):
-    return self.jitted.lower(*args, **self._own)
+  def lower(self, state, *args):
+    return self.jitted.lower(state, *args, **self._own | {"key": self._beside(state)})
 
   def trace(self, *args):
     return self.jitted.trace(*args, **self._own)

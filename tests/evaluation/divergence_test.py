@@ -79,9 +79,10 @@ def test_divergence_of_nearly_the_same_is_the_square_of_the_difference(by, withi
 def test_job_measures_each_recipe_for_itself_and_the_report_shows_it(tmp_path, monkeypatch):
   """Weights larger by a tenth in place of an ulp: float64 of the logits of each recipe's config."""
   monkeypatch.setattr(divergence, "nudged", lambda params: jax.tree.map(lambda x: 1.1 * x, params))
-  harness.train_on_text(tmp_path, "tensor_delayed")
-  spec = harness.text_spec("tensor_delayed", job="noise", **{
-    "noise.tokens": 100, "noise.recipes": ("nvfp4", "bf16"),
+  own = {"precision.rules": (("layers/.*/mlp/.*", "tensor_delayed"), (".*", "bf16"))}
+  harness.train_on_text(tmp_path, **own, **{"eval.tokens": 0})
+  spec = harness.text_spec(job="noise", **own, **{
+    "noise.tokens": 100, "noise.recipes": ("nvfp4", "bf16"), "eval.tokens": 0,
   })  # fmt: skip
   assert noise.run(spec, str(tmp_path))["weights"]["step"] == 6
   written = json.loads((tmp_path / "noise_floor.json").read_text())
@@ -91,7 +92,7 @@ def test_job_measures_each_recipe_for_itself_and_the_report_shows_it(tmp_path, m
   loaded = restore.load_weights(spec, str(tmp_path))
   texts = divergence.batches(spec, divergence.Wanted(100, "", "noise."))
   for name, row in by_recipe.items():
-    of = harness.text_spec(name)
+    of = harness.text_spec(**own) if row["is_own"] else harness.text_spec(name)
     sites = of.sites()
     sites = scaling.with_states(sites, loaded.states) if scaling.states(sites) else sites
     run = jax.jit(lambda p, s, inputs, of=of: transformer.logits(p, s, inputs, of.model, of.run))

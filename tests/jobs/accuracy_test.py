@@ -159,11 +159,12 @@ class Scripted:
 
 def test_an_accuracy_beyond_the_bound_undoes_steps_and_is_asked_again(tmp_path, monkeypatch):
   write_tasks(tmp_path, ("yes",) * 4)
+  first, later = map(harness.only_down, ("tensor_delayed(steps=4)", "tensor_current"))
   changes = {
     **RUN, "eval.tasks": f"{tmp_path}/q.jsonl", "eval.questions": 4, "checkpoint.every": 2,
-    "checkpoint.keep": 3,
+    "checkpoint.keep": 3, "precision.rules": first, "eval.precisions": ("bf16",),
     "precision.policy": ("roll_back(metric='accuracy/q', worse_by=0.25)",),
-    "precision.schedule": ((5, ((".*", "tensor_current"),)),),
+    "precision.schedule": ((5, later),),
   }  # fmt: skip
   scripted = Scripted([2, 3, 2, 1, 3, 4])
   made = []
@@ -187,7 +188,7 @@ def test_an_accuracy_beyond_the_bound_undoes_steps_and_is_asked_again(tmp_path, 
   saved = store.read_rows(f"{tmp_path}/run/evaluation/training_step_6/q.jsonl")
   assert [row["output"] for row in saved] == ["yes"] * 3 + ["no"]
   # The rules are those of the phase that made the weights.
-  for step, rules in {4: RUN["precision.rules"], 6: ((".*", "tensor_current"),)}.items():
+  for step, rules in {4: first, 6: later}.items():
     text = (tmp_path / f"run/evaluation/training_step_{step}/q.json").read_text()
     assert json.loads(text)["settings"]["rules"] == [list(rule) for rule in rules]
 

@@ -92,7 +92,7 @@ def test_both_halves_are_of_the_same_float32(rng, name, ratio):
   p, g = p * np.float32(0.02), np.copysign(np.abs(g) + np.float32(0.1), g)  # beyond eps
   args = update_lib.UpdateArgs(0, 1e-2)
   move = jax.jit(lambda *of: update_lib.update_param(leaf, *of, args)[1])
-  kept = move(g, *update_lib.init(leaf, p))
+  kept = move(g, *jax.jit(functools.partial(update_lib.init, leaf))(p))
   wide = g.astype(np.float64)  # the first update of either
   exact = p - 1e-2 * (wide / (ratio * np.abs(wide) + optim.eps) + 0.1 * p)
   np.testing.assert_allclose(kept.unpack(), exact, rtol=0, atol=2e-8)
@@ -254,15 +254,15 @@ def test_sums_of_microbatches_are_near_what_they_are_in_float32():
 def test_sums_in_8_bits_stay_on_the_first_grid_and_are_seen_to_outgrow_it():
   quant = storage.GRADIENTS["e4m3"]
   key = jax.random.key(0)
-  first = quantized_tensor.pack(jnp.asarray([448.0, 2.0, 0.0, 1.0] * 8), quant)  # a scale of 1
-  more = quantized_tensor.pack(jnp.asarray([448.0, 6.0, 7.0, 0.0] * 8), quant)
-  found = gradients.add(first, more, key)
+  pack = jax.jit(quantized_tensor.pack, static_argnums=1, static_argnames="lead")
+  add = jax.jit(gradients.add)
+  first = pack(jnp.asarray([448.0, 2.0, 0.0, 1.0] * 8), quant)  # a scale of 1
+  more = pack(jnp.asarray([448.0, 6.0, 7.0, 0.0] * 8), quant)
+  found = add(first, more, key)
   np.testing.assert_array_equal(np.float32(found.data)[:4], [448.0, 8.0, 7.0, 1.0])
   assert found.scale == 1 and gradients.saturated({"a": found, "norm": more.unpack()}) == 0.25
-  apart = quantized_tensor.pack(
-    first.unpack(), quant, autoscale=0.25
-  )  # four times as far to the maximum
-  found = gradients.add(apart, quantized_tensor.pack(more.unpack(), quant, autoscale=0.25), key)
+  apart = pack(first.unpack(), quant, autoscale=0.25)  # four times as far to the maximum
+  found = add(apart, pack(more.unpack(), quant, autoscale=0.25), key)
   np.testing.assert_array_equal(np.asarray(found.unpack())[:4], [896.0, 8.0, 7.0, 1.0])
   # Values between are rounded stochastically: 16 + 0.5 to 16 or 18.
   many = quantized_tensor.QuantizedTensor(
@@ -271,16 +271,16 @@ def test_sums_in_8_bits_stay_on_the_first_grid_and_are_seen_to_outgrow_it():
   half = quantized_tensor.QuantizedTensor(
     jnp.full(4096, 0.5, jnp.float8_e4m3fn), first.scale, None, quant
   )
-  values, counts = np.unique(gradients.add(many, half, key).unpack(), return_counts=True)
+  values, counts = np.unique(add(many, half, key).unpack(), return_counts=True)
   np.testing.assert_array_equal(values, [16, 18])
   assert abs(counts[1] / 4096 - 0.25) < 4 * np.sqrt(0.25 * 0.75 / 4096)
   # What begins with nothing takes the grid of what follows.
   nothing = stored_params.grad_placeholder(more, quant, 0)
-  np.testing.assert_array_equal(gradients.add(nothing, more, key).unpack(), more.unpack())
+  np.testing.assert_array_equal(add(nothing, more, key).unpack(), more.unpack())
   # Of each layer by itself.
   x = jnp.stack([more.unpack(), 2.0**-20 * more.unpack()])
-  stack = [quantized_tensor.pack(x * jnp.asarray([[1.0], [n]]), quant, lead=1) for n in (0, 1)]
-  np.testing.assert_array_equal(gradients.add(*stack, key).unpack()[1], x[1])
+  stack = [pack(x * jnp.asarray([[1.0], [n]]), quant, lead=1) for n in (0, 1)]
+  np.testing.assert_array_equal(add(*stack, key).unpack()[1], x[1])
 
 
 def test_room_is_halved_by_an_overflow_and_grows_back():
@@ -391,8 +391,8 @@ def test_bytes_per_parameter():
   # What is allocated: a matrix of 2^16, its BF16 beside the rest.
   x = jnp.zeros((256, 256))
   for name, preset in storage.MASTERS.items():
-    kept = storage.store_master(x, preset, key=jax.random.key(0))
-    whole = sum(a.nbytes for a in jax.tree.leaves(kept)) / x.size
+    kept = jax.eval_shape(lambda x, p=preset: storage.store_master(x, p, key=jax.random.key(0)), x)
+    whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(kept)) / x.size
     assert sum(storage.master_nbytes(preset)) == pytest.approx(whole, abs=1e-4), name
 
 

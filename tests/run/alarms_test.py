@@ -12,8 +12,12 @@ from fp8jax.run import alarms as run_alarms
 def test_loud_step_reports_and_alarms_once(tmp_path, capsys):
   rules = (("snr_db", "<", 60.0, "layers/0/mlp/up/x"), ("saturation", ">", 2.0))
   harness.train_on_text(
-    tmp_path, "block_128", **{"log.tensor_stats_every": 2, "log.alarms": rules, "eval.tokens": 0}
-  )
+    tmp_path,
+    **{
+      "precision.rules": (("layers/.*/mlp/(up|down)", "block_128"), (".*", "bf16")),
+      "log.tensor_stats_every": 2, "log.alarms": rules, "eval.tokens": 0,
+    },
+  )  # fmt: skip
   rows = debug_runs.rows(tmp_path)
   snapshots = {r["step"]: r["numerics"] for r in rows if "numerics" in r}
   # The step after 2 and after 4 steps; the first one too. 22 sites; per layer the residual stream

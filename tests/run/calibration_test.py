@@ -20,7 +20,8 @@ NAMES = [f"attn/{n}" for n in "qkvo"] + [f"mlp/{n}" for n in ("gate", "up", "dow
 
 
 def test_calibration_is_a_table_that_scales_start_from(tmp_path):
-  spec = harness.text_spec("e4m3_static", job="calibrate")
+  rules = {"precision.rules": (("layers/.*/(up|o)", "e4m3_static"), (".*", "bf16"))}
+  spec = harness.text_spec(**rules, job="calibrate")
   params = train_step.make_state(spec).params
   table = calibration.run(spec, params, harness.batches(spec, 2), step=7, fingerprint="abc")
   assert len(table["rows"]) == 3 * (7 * 3 + 1) and table["batches"] == 2
@@ -33,8 +34,8 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   path.write_text(json.dumps(table))
   scaling_states = calibration.scaling_states_of(calibration.read(str(path)), spec.sites())
   assert float(scaling_states["layers/mlp/up"].amax_3[1, 1]) == 7.5
-  changes = {"steps": 2, "eval.tokens": 0, "precision.calibration": str(path)}
-  harness.train_on_text(tmp_path / "run", "e4m3_static", **changes)
+  changes = {"steps": 2, "eval.tokens": 0, "precision.calibration": str(path), **rules}
+  harness.train_on_text(tmp_path / "run", **changes)
   state = harness.saved_state(tmp_path / "run", spec, 2)
   harness.assert_trees_equal(state.scaling_states, scaling_states)  # static: never moved
 

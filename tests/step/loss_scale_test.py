@@ -68,8 +68,8 @@ def test_loss_scale_leaves_the_gradients_as_they_are():
 # Every source of scales; the head's gradient is made narrow before any factor on the loss.
 ALL_SOURCES = {
   "precision.rules": (
-    (".*/attn/.*", "tensor_delayed(steps=3)"), (".*/up", "tensor_delayed_latest"),
-    ("head|.*/gate", "e4m3_static"), (".*", "tensor_current"),
+    (".*/attn/o", "tensor_delayed(steps=3)"), (".*/up", "tensor_delayed_latest"),
+    ("head", "e4m3_static"), (".*/down", "tensor_current"), (".*", "bf16"),
   ),
   "model.num_layers": 1,
 }  # fmt: skip

@@ -85,6 +85,7 @@ def test_no_key_draws_twice_in_two_steps(rng, monkeypatch, order):
   for _ in range(2):
     state, values = step(state, batch, spec.sites())
   assert values["is_finite"] and not draws.repeated()
+  assert step.jitted._cache_size() == 1  # the key's place makes no second program
   # Per step: two sites' gradients along two axes and the seven matrices' masters and moments, per
   # layer, at least.
   assert len(draws.all) >= 2 * 2 * (2 * 2 + 7 * 3)
@@ -128,20 +129,23 @@ def test_seeds_share_one_program_and_draw_their_own(rng):
   assert norms[0] != norms[1]
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [0, 1, 4])
 def test_the_key_is_no_transfer_that_nobody_asked_for(devices):
-  """In the loop of training a NumPy key would be one, where the program draws from it."""
+  """In the loop of training a NumPy key would be one, where the program draws from it. What is
+  committed to no device (0), as a state that was just made, stays so: one program for all steps."""
+  is_committed, devices = devices > 0, max(devices, 1)
   mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
   there = NamedSharding(mesh, PartitionSpec())
   where = there if devices > 1 else jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  state = SimpleNamespace(step=jax.device_put(jnp.int32(3), where))
+  state = SimpleNamespace(step=jax.device_put(jnp.int32(3), where if is_committed else None))
   draw = jax.jit(lambda state, x, *, key: x + jax.random.bits(key, x.shape))
-  x = jax.device_put(jnp.zeros(4, jnp.uint32), there if devices > 1 else where)
+  x = jax.device_put(jnp.zeros(4, jnp.uint32), where if is_committed else None)
   key = np.asarray([0, 7], np.uint32)
   take = StepFn(lambda state, x, *, key: draw(None, x, key=key), key)
   with jax.transfer_guard("disallow"):
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
       draw(None, x, key=key)
     found = [take(state, x) for _ in range(2)]
+  assert found[0].committed == is_committed
   want = np.asarray(jax.random.bits(jnp.asarray(key), (4,)))
   np.testing.assert_array_equal(np.stack([np.asarray(f) for f in found]), np.stack([want] * 2))

@@ -129,13 +129,17 @@ def test_decay_and_moments_follow_the_declarations(rng):
   assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(state.opt))
 
 
+# Of two tests, whose step is one program.
+SCHEDULE = {
+  "steps": 20, "optim.warmup_steps": 4, "optim.decay_steps": 4, "optim.peak_lr": 1e-4,
+  "optim.min_lr": 1e-5,
+}  # fmt: skip
+
+
 def test_learning_rate_follows_the_schedule(rng):
   """Warm up over 4 steps, hold, cosine to min_lr over the last 4 (InfiR2's WSD)."""
   peak, low = 1e-4, 1e-5
-  spec = harness.one_layer_spec(**{
-    "steps": 20, "optim.warmup_steps": 4, "optim.decay_steps": 4, "optim.peak_lr": peak,
-    "optim.min_lr": low,
-  })  # fmt: skip
+  spec = harness.one_layer_spec(**SCHEDULE)
   state, step, rates = train_step.make_state(spec), train_step.make_step(spec), []
   for _ in range(20):
     state, values = step(state, harness.weighted_batch(rng), spec.sites())
@@ -148,7 +152,8 @@ def test_learning_rate_follows_the_schedule(rng):
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_non_finite_step_changes_nothing_and_halts_or_counts(rng, policy):
-  runner = harness.Runner(harness.one_layer_spec(**{"optim.on_nonfinite": policy}))
+  changes = SCHEDULE | {"optim.on_nonfinite": policy}
+  runner = harness.Runner(harness.one_layer_spec(**changes))
   host = harness.weighted_batch(rng)
   _, state = runner.run([host] * 2)
   good = jax.tree.map(np.array, (state.params, state.opt))
@@ -212,8 +217,9 @@ def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulatio
     losses = -jnp.take_along_axis(logits, whole["targets_BL"][..., None], -1)[..., 0]
     return (losses * whole["weights_BL"]).sum() / whole["weights_BL"].sum()
 
-  want, of_params = jax.value_and_grad(of_logits)(params)
-  loss, gradient, *_ = train_step.gradients(spec, params, spec.sites(), batch)
+  want, of_params = jax.jit(jax.value_and_grad(of_logits))(params)
+  ours = jax.jit(functools.partial(train_step.gradients, spec))
+  loss, gradient, *_ = ours(params, spec.sites(), batch)
   assert 0 < whole["weights_BL"].sum() < whole["weights_BL"].size
   assert float(loss) == pytest.approx(float(want), rel=1e-5)
   of_sum = whole["weights_BL"].sum() * spec.model.vocab_size / (spec.model.vocab_size - 1) ** 0.5

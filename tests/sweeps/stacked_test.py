@@ -48,8 +48,8 @@ def _trials(tmp_path, arm, **more):
 
 # A state of every kind, random bits and weights quantized alone, in one program.
 MIXED = (
-  ("head", "bf16"), ("layers/.*/mlp/.*", "nvfp4_sr_rht"), ("layers/.*/attn/o", "fp8lm"),
-  ("layers/.*/attn/v", "mxfp4a16"), ("layers/.*", "tensor_delayed"),
+  ("layers/.*/mlp/down", "nvfp4_sr_rht"), ("layers/.*/attn/o", "fp8lm"),
+  ("layers/.*/attn/v", "mxfp4a16"), ("layers/.*/mlp/up", "tensor_delayed"), (".*", "bf16"),
 )  # fmt: skip
 
 
