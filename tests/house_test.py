@@ -64,7 +64,8 @@ BANNED = {"torch", "transformers", "pickle", "cloudpickle", "dill", "joblib", "s
 PLACES = {
   # Derivatives of the GEMM; of the feed-forward layer and of the loss, made of the same GEMMs; of
   # compressed residuals; of parameters, whose gradients may have another format; of a kernel that
-  # another library wrote; the identity that observes an activation; factors of one pass alone.
+  # another library wrote; the identity that observes an activation; factors of one pass alone; an
+  # invariant pass, differentiated as the plain one.
   "custom_vjp": tuple(
     f"ops/{n}.py"
     for n in (
@@ -79,6 +80,7 @@ PLACES = {
       "observe",
       "capture",
       "elementwise",
+      "row_tiles",
     )
   ),
   # ptq/moments.py multiplies what a calibration saw, in float32, and nothing of a model.

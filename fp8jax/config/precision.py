@@ -14,6 +14,7 @@ from fp8jax.phases.schedule import Phase, Precision, Rules
 from fp8jax.quantization import stored_matrix
 from fp8jax.recipe import attention
 from fp8jax.recipe import rules as rules_lib
+from fp8jax.recipe.quant import CURRENT, Quant, Scale
 
 
 def read(c: Any) -> Precision:
@@ -129,58 +130,58 @@ def check_smooth(c: Any, model: model_config.ModelConfig | None, problems: Confi
     )
 
 
-def check_invariant(c: Any, spec_of: Any, device: Device, problems: ConfigErrors):
-  """What precision.invariant cannot promise, each with the reason.
-
-  Args:
-    spec_of: (model, recipes, layout) of the run.
-  """
-  if not c.precision.invariant:
-    return
-  model, recipes, layout = spec_of
+def invariant_problems(spec: Any) -> list[str]:
+  """What precision.invariant cannot promise to a TrainSpec, each with the reason."""
+  if not spec.run.is_invariant:
+    return []
   wanted = (
     ("optim.in_backward", False, "a layer is differentiated apart there"),
     ("memory.remat_policy", "full", "a layer saves its input alone"),
     ("memory.save_layer_inputs", "none", "the backward pass begins at the very input of a layer"),
     ("distill.weight", 0.0, "a teacher's logits come from the plain forward pass"),
     ("precision.attention", "wide", "its scales are of many tokens"),
+    ("model.unit_scaling", "none", "its factors are of whole batches"),
   )
-  at = lambda key: getattr(getattr(c, key.partition(".")[0]), key.partition(".")[2])  # noqa: E731
   texts = [
-    f"{key}={at(key)!r}: {why}; set {key}={needed!r}"
+    f"{key}={spec.flat[key]!r}: {why}; set {key}={needed!r}"
     for key, needed, why in wanted
-    if at(key) != needed
+    if spec.flat[key] not in (needed, None)
   ]
-  if c.precision.smooth_swiglu == "channel":
+  if spec.run.smooth_swiglu == "channel":
     texts.append(
       "precision.smooth_swiglu='channel': its scales are of all tokens of a batch; take 'token'"
     )
-  if device.platform != "cpu":
+  if spec.device.platform != "cpu":
     texts.append(
-      f"a {device.platform.upper()}: cuBLASLt, cuDNN and Triton's reductions choose how to sum by "
-      "the size of what they are given; run on a CPU, or set precision.invariant=False"
+      f"a {spec.device.platform.upper()}: cuBLASLt, cuDNN and Triton's reductions choose how to "
+      "sum by the size of what they are given; run on a CPU, or set precision.invariant=False"
     )
+  layout = spec.run.layout
   split = sorted({a for letter in "LHGKDFV" for a in layout.act_axes(letter)})
-  split = [a for a in split if layout.size((a,)) > 1]
-  if split:
+  if split := [a for a in split if layout.size((a,)) > 1]:
     texts.append(
       f"a mesh that splits a token's numbers over {', '.join(split)}: partial sums of devices are "
       "added in the order of the mesh; take data and fsdp alone (mesh.tensor=1)"
     )
-  if model.unit_scaling != "none":
-    texts.append(f"model.unit_scaling={model.unit_scaling!r}: its factors are of whole batches")
-  if model.rope_scaling.kind == "dynamic":
+  if spec.model.rope_scaling.kind == "dynamic":
     texts.append("dynamic rope: its frequencies depend on the length of what a token stands in")
-  for phase in recipes.phases:
-    for _, name in phase.rules:
-      texts += (f"recipe {name!r}: {why}" for why in _not_by_row(rules_lib.recipe_by_name(name)))
-  problems.extend([f"precision.invariant=True with {text}" for text in dict.fromkeys(texts)])
+  for name in {name: 0 for phase in spec.precision.phases for _, name in phase.rules}:
+    texts += (f"recipe {name!r}: {why}" for why in _not_by_row(rules_lib.recipe_by_name(name)))
+  return [f"precision.invariant=True with {text}" for text in dict.fromkeys(texts)]
+
+
+def _is_by_row(quant: Quant) -> bool:
+  """Whether the codes of a row depend on no other row, nor on random bits."""
+  if quant.is_random or (quant.scale is Scale.E4M3_OVER_F32 and quant.source == CURRENT):
+    return False
+  has_own = quant.source != CURRENT or quant.scale in (Scale.ONE, Scale.NONE)
+  return quant.tile[0] == 1 or has_own
 
 
 def _not_by_row(recipe) -> list[str]:
   """Reasons why a token's product depends on others in this recipe."""
   gemm, texts = recipe.fwd, []
-  if gemm.lhs is not None and not gemm.lhs.is_by_row:
+  if gemm.lhs is not None and not _is_by_row(gemm.lhs):
     texts.append(
       f"its activations are quantized as {gemm.lhs}, whose scale or rounding is not of a token "
       "alone; take scales per token (block_128, rowwise), or delayed or static ones"

@@ -78,8 +78,6 @@ def resolve(
     if chosen and recipes:
       of_model = (model, declaration, recipes, layout, microbatch)
       layout_checks.check(c, *of_model, problems, needs)
-  if recipes and model is not None and not model.problems():
-    precision_checks.check_invariant(c, (model, recipes, layout), device, problems)
   named = groups.names(declaration, model.num_layers) if declaration and model else {}
   problems.extend(checks.group_problems(c, optim, named) + param_stats.problems(c, optim))
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
@@ -349,6 +347,7 @@ def _check_spec(spec: TrainSpec, problems: ConfigErrors):
   for phase in range(len(spec.precision.phases)):
     problems.attempt(lambda phase=phase: _check_float16(spec, phase))
   problems.extend(policy_checks.site_problems(spec))
+  problems.extend(precision_checks.invariant_problems(spec))
   problems.attempt(lambda: spec.leaves)
 
 

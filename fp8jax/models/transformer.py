@@ -244,10 +244,10 @@ def log_probs(h_BLD, params, sites, targets_BL, cfg: ModelConfig, run: ComputeCo
   temperature; logits of run.loss_chunk positions exist at a time."""
 
   def chunk(_, xs):
-    logits_BCV = head_logits(xs[0], params, sites, cfg, run)
+    logits_BLV = head_logits(xs[0], params, sites, cfg, run)
     rows = invariant.of_tokens(cross_entropy.log_probs, run)
-    logp_BC = rows(jnp.float32(t), logits_BCV, xs[1])
-    return (), jnp.stack([logp_BC, jnp.argmax(logits_BCV, axis=-1) == xs[1]], axis=-1)
+    logp_BL = rows(jnp.float32(t), logits_BLV, xs[1])
+    return (), jnp.stack([logp_BL, jnp.argmax(logits_BLV, axis=-1) == xs[1]], axis=-1)
 
   both: Any = cross_entropy.for_chunks(chunk, (), run.loss_chunk, h_BLD, targets_BL)[1]
   return both[..., 0], both[..., 1] > 0

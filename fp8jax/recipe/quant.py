@@ -360,15 +360,6 @@ class Quant:
     return self.rounds_randomly or (self.rotation is not None and self.rotation.signs == "fresh")
 
   @property
-  def is_by_row(self) -> bool:
-    """Whether the codes of a row depend on no other row, nor on random bits."""
-    is_of_tensor = self.scale is Scale.E4M3_OVER_F32 and self.source == CURRENT
-    if self.is_random or is_of_tensor:
-      return False
-    has_own = self.source != CURRENT or self.scale in (Scale.ONE, Scale.NONE)
-    return self.tile[0] == 1 or has_own
-
-  @property
   def rotation(self) -> Hadamard | None:
     """The transform, if it is one."""
     return self.transform if isinstance(self.transform, Hadamard) else None

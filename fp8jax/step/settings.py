@@ -143,8 +143,7 @@ class Precision:
   invariant: bool = key(False, "A token's hidden states, logits and log-probability are the same "
     "bits whatever its batch, bucket, packing or microbatch, in training, scoring, prefill and "
     "decoding (experiments/guide/invariant.md). On a CPU; the forward pass is computed twice, "
-    "32 tokens at a time, and a layer saves its input alone (memory.remat_policy='full').",
-    mapped=True)
+    "32 tokens at a time, and a layer saves its input alone (memory.remat_policy='full').")
   verify_fp8_gemms: bool = key(True, "Inspect the step before it runs and stop if a GEMM is wider "
     "than its recipe says: on a GPU the very executable that then runs, on the CPU the program "
     "handed to XLA.", affects=NOTHING, mapped=True)

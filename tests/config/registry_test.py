@@ -69,7 +69,7 @@ NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "ca
                "sensitivity", "search", "noise", "prepare", "generate", "plan_inference",
                "precision.verify_fp8_gemms")  # fmt: skip
 NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
-  model.lora.rank model.lora.alpha model.lora.targets model.lora.base precision.sensitivity
+  model.lora.rank model.lora.alpha model.lora.targets model.lora.base precision.sensitivity precision.invariant
   precision.schedule precision.policy precision.calibration kernels.optimizer memory.gpu_fraction
   data.chat_template data.template_date data.samples_per_step data.epochs data.on_untrained
   optim.moment_format distill.weight distill.temperature distill.teacher optim.master_format
@@ -240,7 +240,9 @@ LEFT_OUT = {
   models_config.RopeScaling: dict(
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, beta_fast=32.0, beta_slow=1.0
   ),
-  models_config.ComputeConfig: dict(loss_chunk=512, num_sources=0),
+  models_config.ComputeConfig: dict(
+    loss_chunk=512, num_sources=0, is_invariant=False, row_tile=0
+  ),
   params.Param: dict(std=0.02, decay=True, trainable=True),
   quant.Delayed: dict(steps=1024, margin=0),
   quant.Static: dict(margin=0),

@@ -213,7 +213,10 @@ REFUSED = {
   "tensor scales": ({"precision.rules": ((".*", "tensor_current"),)}, "is not of a token"),
   "two levels": ({"precision.rules": (("head", "bf16"), (".*", "nvfp4_ste"))}, "not of a token"),
   "rematerialised": ({"memory.remat_policy": "none"}, "memory.remat_policy='none'"),
-  "in backward": ({"optim.in_backward": True}, "optim.in_backward=True: a layer"),
+  "in backward": (
+    {"optim.in_backward": True, "optim.grad_clip_norm": 0.0},
+    "optim.in_backward=True: a layer",
+  ),
   "smooth": ({"precision.smooth_swiglu": "channel"}, "take 'token'"),
   "attention": ({"precision.attention": "fa3"}, "of many tokens"),
 }

@@ -43,6 +43,11 @@ def forward(q_BLHK, k_BMGK, v_BMGK, first_BL, last_BL):
   return out.reshape(batch, tiles * QUERIES, heads, size)[:, :length]
 
 
+def _dot(a, b, contracted, batch):
+  highest = jax.lax.Precision.HIGHEST
+  return jax.lax.dot_general(a, b, (contracted, batch), precision=highest)
+
+
 def _tile(q_QGRK, first_Q, last_Q, k_MGK, v_MGK):
   """The queries of a tile, document by document."""
   q_QGRK = q_QGRK.astype(jnp.float32) * q_QGRK.shape[-1] ** -0.5
@@ -52,7 +57,8 @@ def _tile(q_QGRK, first_Q, last_Q, k_MGK, v_MGK):
     start = first + number * KEYS
     k, v = (jax.lax.dynamic_slice_in_dim(x, start, KEYS) for x in (k_MGK, v_MGK))
     q, k, v = jax.lax.optimization_barrier((q_QGRK, k.astype(jnp.float32), v.astype(jnp.float32)))
-    s = jnp.einsum("qgrk,mgk->grqm", q, k, precision="highest")
+    s = _dot(q, k, ((3,), (2,)), ((1,), (1,)))  # [G, Q, R, KEYS]
+    s = jnp.swapaxes(s, 1, 2)
     sees = (first_Q == first)[:, None] & (start + jnp.arange(KEYS) <= last_Q[:, None])
     return jnp.where(sees, s, -jnp.inf), v
 
@@ -81,7 +87,7 @@ def _tile(q_QGRK, first_Q, last_Q, k_MGK, v_MGK):
     s, v = scores(first, number)
     p = jnp.where(s > -jnp.inf, jnp.exp(s - top_GRQ[..., None]), 0.0)
     p = jax.lax.optimization_barrier(p)
-    here = jnp.sum(p, axis=-1), jnp.einsum("grqm,mgk->grqk", p, v, precision="highest")
+    here = jnp.sum(p, axis=-1), _dot(p, v, ((3,), (0,)), ((0,), (1,)))
     here = jax.lax.optimization_barrier(here)
     is_own = first_Q == first
     return (
