@@ -33,7 +33,7 @@ def _in_tiles(function, tile: int, held, *arrays):
     return jnp.pad(x, [(0, count * tile - rows)] + [(0, 0)] * (x.ndim - 1))
 
   def one(arrays):
-    # Of sites that are made anew, since a trace uses a site once.
+    # Copies of sites: a trace uses a site once.
     own, arrays = jax.lax.optimization_barrier((jax.tree.map(lambda x: x, held), arrays))
     return jax.lax.optimization_barrier(function(own, *arrays))
 
