@@ -70,7 +70,8 @@ NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "ca
                "precision.verify_fp8_gemms")  # fmt: skip
 NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
   model.lora.rank model.lora.alpha model.lora.targets model.lora.base precision.sensitivity
-  precision.invariant precision.schedule precision.policy precision.calibration kernels.optimizer memory.gpu_fraction
+  precision.invariant precision.schedule precision.policy precision.calibration kernels.optimizer
+  memory.gpu_fraction
   data.chat_template data.template_date data.samples_per_step data.epochs data.on_untrained
   optim.moment_format distill.weight distill.temperature distill.teacher optim.master_format
   optim.grad_format optim.in_backward loss_scale.kind eval.every checkpoint.every checkpoint.keep
