@@ -77,7 +77,17 @@ def sensitivity_problems(config: Any) -> list[str]:
     f"precision.attention={attention!r}: --job=sensitivity compares linear layers with a forward "
     "pass in BF16, attention included; set precision.attention='wide'",
   )
+  collected.extend(_pass_problems(config, "sensitivity"))
   return collected.found
+
+
+def _pass_problems(config: Any, job: str) -> list[str]:
+  if not config.precision.invariant:
+    return []
+  return [
+    f"precision.invariant=True: --job={job} switches and differentiates the plain forward pass; "
+    "set precision.invariant=False"
+  ]
 
 
 def _option_problems(key: str, names: Sequence[str]) -> list[str]:
@@ -105,6 +115,7 @@ def search_problems(config: Any) -> list[str]:
     f"distill.weight={config.distill.weight}: --job=search takes the loss of the text for its "
     "reward; set distill.weight=0",
   )
+  collected.extend(_pass_problems(config, "search"))
   for key in ("policy", "schedule"):
     collected.check(
       not config.precision[key],
