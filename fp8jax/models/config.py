@@ -184,6 +184,7 @@ class ComputeConfig:
     dtype: compute dtype of activations and of GEMM operands that no recipe narrows.
     attention: implementation, see ops.attention.
     attention_recipe: of attention's products, emulated; None for those of `dtype`.
+    temperature: divides logits in the loss.
     is_invariant: whether a token's bits depend on the tokens before it alone (models/invariant.py).
     row_tile: tokens that a block computes at a time; 0 for all, and set by models/invariant.py.
     remat: "none" recomputes nothing in the backward pass; "linears" saves the outputs of linear
@@ -206,6 +207,7 @@ class ComputeConfig:
   smooth_swiglu: str = "none"
   num_sources: int = 0
   attention_recipe: Attention | None = None
+  temperature: float = 1.0
   is_invariant: bool = False
   row_tile: int = 0
 

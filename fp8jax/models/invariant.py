@@ -17,14 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Mixer
 from fp8jax.ops import collectives, multiplied, row_tiles
 from fp8jax.ops import site as site_lib
-from fp8jax.quantization import tensor_stats
 
 # Rows that a CPU computes at a time: one decode step pays for all of them, a long prompt per tile.
 ROWS = 32
@@ -98,9 +96,8 @@ def _inside(held, run: ComputeConfig):
     return tuple(_inside(x, run) for x in held)
   if not isinstance(held, site_lib.Site):
     return held
-  tap = jnp.zeros((*held.tap.shape[:-1], tensor_stats.QUIET), jnp.float32)
-  manual = run.layout.manual()
-  return dataclasses.replace(held, tap=tap, layout=manual, name=product_name(held.name))
+  site = site_lib.unwatched(held, product_name(held.name))
+  return dataclasses.replace(site, layout=run.layout.manual())
 
 
 def product_name(site: str) -> str:

@@ -30,12 +30,14 @@ from fp8jax.models import attention_gqa, invariant, lora, mlp_swiglu, rope, unit
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
 from fp8jax.ops import cross_entropy, prologue, residuals, row_tiles, stored_params
+from fp8jax.ops import site as site_lib
 from fp8jax.ops.cross_entropy import Teacher, cross_entropy_by_source
 from fp8jax.ops.dots import dot
 from fp8jax.ops.linear import SAVED_NAME
 from fp8jax.ops.observe import observed
 from fp8jax.ops.site import Activation
 from fp8jax.params import Param
+from fp8jax.rl import objective
 
 # By name, for ModelConfig.mixers.
 MIXERS: dict[str, Mixer] = {
@@ -201,6 +203,8 @@ def layer(x_BLD, of_layer, context: LayerContext, cfg: ModelConfig, run: Compute
 
 def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """(`loss` of what the last layer gave, Aux.sums); `params` and `sites` need no layers."""
+  if "policy" in batch:
+    return _policy_loss(x_BLD, params, sites, batch, cfg, run)
   if run.is_invariant:
     return _invariant_head_loss(x_BLD, params, sites, batch, cfg, run)
   params = stored_params.value({k: p for k, p in params.items() if k != "layers"})
@@ -212,6 +216,7 @@ def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig)
     is_frozen=cfg.lora is not None, logits_site=sites.get("logits"),
     sources_BL=batch.get("sources_BL"), num_sources=run.num_sources,
     gradient_gain=unit_scaling.loss_gain(cfg), teacher=batch.get("teacher"),
+    temperature=run.temperature,
   )  # fmt: skip
   sums = {"by_source": by_source, "distill": parts}
   return loss, {name: value for name, value in sums.items() if value is not None}
@@ -237,6 +242,26 @@ def _invariant_head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: Com
     return head_loss(x_BLD, of_head, sites, batch, cfg, plain)
 
   return row_tiles.with_gradients_of(as_ever, exact)(x_BLD, ends, batch)
+
+
+def _policy_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
+  """(the objective of batch["policy"], sums), differentiated as the cross entropy of its weights."""
+  policy, others = batch["policy"], {k: v for k, v in batch.items() if k != "policy"}
+  ends = {k: p for k, p in params.items() if k != "layers"}, {"head": sites["head"]}
+  of_head, quiet = (
+    jax.lax.stop_gradient(ends[0]),
+    {"head": site_lib.unwatched(sites["head"], "policy_head")},
+  )
+  of_head = stored_params.value(of_head)
+  h_BLD = normalised(jax.lax.stop_gradient(x_BLD), of_head, quiet, cfg, run)
+  targets_BL = batch["targets_BL"]
+  logp_BL, _ = log_probs(h_BLD, of_head, quiet, targets_BL, cfg, run, policy.temperature)
+  terms = objective.of_tokens(policy, logp_BL, batch["weights_BL"])
+  others["weights_BL"] = terms.weights_BL
+  plain = dataclasses.replace(run, is_invariant=False, temperature=policy.temperature)
+  surrogate, sums = head_loss(x_BLD, params, sites, others, cfg, plain)
+  loss = terms.loss + (surrogate - jax.lax.stop_gradient(surrogate))
+  return loss, {**sums, "policy": terms.sums}
 
 
 def log_probs(h_BLD, params, sites, targets_BL, cfg: ModelConfig, run: ComputeConfig, t=1.0):

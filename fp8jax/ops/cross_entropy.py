@@ -57,6 +57,7 @@ def cross_entropy_by_source(
   h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chunk: int, *,
   is_frozen: bool = False, logits_site: ActivationSite | None = None, sources_BL=None,
   num_sources: int = 0, gradient_gain: float = 1.0, teacher: Teacher | None = None,
+  temperature: float = 1.0,
 ):  # fmt: skip
   """Sum over tokens of weight * -log p(target), and sums beside it.
 
@@ -73,6 +74,7 @@ def cross_entropy_by_source(
     sources_BL: int32 number of each token's source, below num_sources; None adds up none apart.
     gradient_gain: factor of the gradient of logits, and so of all behind it.
     teacher: makes the loss `Teacher`'s; it has no gradient.
+    temperature: divides the logits; 1 with a teacher, which has its own.
 
   Returns:
     (float32 scalar, float32 [num_sources, 2] or None, float32 [2] or None). The scalar over the sum
@@ -81,7 +83,7 @@ def cross_entropy_by_source(
     distributions at its temperature. Only the scalar is differentiated.
   """
   site.claim()
-  static = (eqn, chunk, is_frozen, num_sources, gradient_gain)
+  static = (eqn, chunk, is_frozen, num_sources, gradient_gain, temperature)
   loss, *sums = _cross_entropy(
     static, h_BLD, head, targets_BL, weights_BL, sources_BL, teacher, site, logits_site
   )
@@ -100,7 +102,8 @@ def _fwd(static, *args):
 
 def _run(static, *args, is_differentiated: bool):
   """(sums, gradients of h and head, statistics of the site and of the logits); or (sums,)."""
-  (eqn, chunk, is_frozen, num_sources, gain), (*arrays, teacher, site, logits_site) = static, args
+  eqn, chunk, is_frozen, num_sources, gain, t = static
+  *arrays, teacher, site, logits_site = args
   letters, layout = eqn.partition(",")[2].partition("->")[0], site.layout
 
   def local(h, head, targets, weights, sources, teacher, tap, inputs):
@@ -109,7 +112,7 @@ def _run(static, *args, is_differentiated: bool):
     # For compute; FP8 recipes quantize it from the master copy.
     head = head if site.recipe.fwd.is_quantized else head.astype(h.dtype)
     head = collectives.gather_weight(head, letters, layout)
-    losses = _losses(teacher, eqn, letters, layout)
+    losses = _losses(teacher, eqn, letters, layout, t)
 
     def one(carry, xs):
       h, targets, weights, sources, h_teacher = xs
@@ -159,12 +162,12 @@ def _run(static, *args, is_differentiated: bool):
   return run(*arrays, teacher, site.tap, ScalingInputs.of(site))
 
 
-def _losses(teacher: Teacher | None, eqn: str, letters: str, layout: axes.Layout):
+def _losses(teacher: Teacher | None, eqn: str, letters: str, layout: axes.Layout, t: float):
   """(logits, targets, weights, h of the teacher) of a chunk -> (loss, its gradient, sums of
   `_distilled` or None), inside the loop's `shard_map`."""
   if teacher is None:
     return lambda logits, targets, weights, _: (
-      *_loss_and_gradient(logits, targets, weights, layout), None
+      *_loss_and_gradient(logits, targets, weights, layout, t), None
     )  # fmt: skip
   inside = dataclasses.replace(teacher.site, layout=layout.manual())
   head = collectives.gather_weight(teacher.head.astype(teacher.h_BLD.dtype), letters, layout)
@@ -208,12 +211,14 @@ _cross_entropy.defvjp(_fwd, _bwd)
 
 
 @jax.named_scope("loss")
-def _loss_and_gradient(logits_BCV, targets_BC, weights_BC, layout: axes.Layout):
-  """weight * (logsumexp - logit of the target), and its gradient weight * (softmax - one-hot).
+def _loss_and_gradient(logits_BCV, targets_BC, weights_BC, layout: axes.Layout, t: float = 1.0):
+  """weight * (logsumexp - logit of the target), and its gradient weight * (softmax - one-hot), of
+  logits / t.
 
   V may be split over devices: maxima, sums and the target's logit are then combined across them.
   """
   split = layout.act_axes("V")
+  logits_BCV = logits_BCV if t == 1 else logits_BCV / t
   size = logits_BCV.shape[-1]
   index = jax.lax.broadcasted_iota(jnp.int32, (1, 1, size), 2)
   if split:
@@ -228,7 +233,8 @@ def _loss_and_gradient(logits_BCV, targets_BC, weights_BC, layout: axes.Layout):
   is_target = index == targets_BC[..., None]
   target = across(jax.lax.psum, jnp.sum(jnp.where(is_target, logits_BCV - top, 0.0), axis=-1))
   loss_BC = weights_BC * (jnp.log(total[..., 0]) - target)
-  return loss_BC, weights_BC[..., None] * (exp / total - is_target)
+  g_BCV = weights_BC[..., None] * (exp / total - is_target)
+  return loss_BC, g_BCV if t == 1 else g_BCV / t
 
 
 @jax.named_scope("distillation")

@@ -183,6 +183,13 @@ def unobserved(recipe: Recipe, matmul: str = "auto", name: str = "dot", key=None
   return dataclasses.replace(site, tap=np.zeros(site.tap.shape, np.float32), key=key)
 
 
+def unwatched(site: Site, name: str) -> Site:
+  """A site that multiplies alike under another name and observes nothing, so that its product is
+  none of those that are counted and differentiated."""
+  tap = np.zeros((*site.tap.shape[:-1], tensor_stats.QUIET), np.float32)
+  return dataclasses.replace(site, tap=tap, name=name)
+
+
 def fresh(
   recipe: Recipe, name: str, layers: tuple[int, ...] = (), statistics: int = tensor_stats.QUIET,
   **rest,

@@ -1,0 +1,149 @@
+"""Losses and gradients of GRPO, DAPO, Dr. GRPO and TIS beside float64 NumPy, written from the
+papers: sums over groups, completions and tokens, differentiated by central differences."""
+
+import dataclasses
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax import params as params_lib
+from fp8jax.models import transformer
+from fp8jax.models.config import ComputeConfig
+from fp8jax.ops import site_tree
+from fp8jax.rl import objective as objective_lib
+from fp8jax.rl.objective import OBJECTIVES, Policy
+
+REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 2.0, -1.0], [1.0, 1.0, 1.0, 1.0]])
+LENGTHS = np.array([[3, 5, 1, 4], [2, 2, 6, 3], [1, 4, 4, 2]])
+LONGEST = 7
+CLIPS = {"grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "dr_grpo": (0.2, 0.2)}
+
+
+def drawn(seed=0):
+  """{name: [P, J, LONGEST]} log-probabilities, some far from the old ones."""
+  rng = np.random.default_rng(seed)
+  old = -rng.exponential(1.0, (*LENGTHS.shape, LONGEST))
+  apart = rng.choice([0.0, 0.05, -0.05, 0.6, -0.6], old.shape)
+  return {
+    "logp": old + apart, "old": old, "rollout": old + rng.normal(0, 0.8, old.shape),
+    "reference": old + rng.normal(0, 0.3, old.shape),
+  }  # fmt: skip
+
+
+def loss(name: str, logp, x, cap: float) -> float:
+  """As the papers have it."""
+  low, high = CLIPS[name]
+  total, count = 0.0, LENGTHS.size
+  for p, rewards in enumerate(REWARDS):
+    mean = sum(rewards) / len(rewards)
+    deviation = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
+    for j, reward in enumerate(rewards):
+      advantage = reward - mean
+      if name != "dr_grpo":
+        advantage = advantage / (deviation + 1e-6)
+      own = 0.0
+      for t in range(LENGTHS[p, j]):
+        ratio = np.exp(logp[p, j, t] - x["old"][p, j, t])
+        gain = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+        if cap:
+          gain *= min(np.exp(x["old"][p, j, t] - x["rollout"][p, j, t]), cap)
+        if name == "grpo":
+          r = np.exp(x["reference"][p, j, t] - logp[p, j, t])
+          gain -= 0.04 * (r - np.log(r) - 1)
+        own += gain
+      if name == "grpo":
+        total += own / LENGTHS[p, j] / count
+      elif name == "dapo":
+        total += own / LENGTHS.sum()
+      else:
+        total += own / (count * LONGEST)
+  return -total
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_loss_and_gradient_are_those_of_the_paper(name, cap):
+  x, rule = drawn(), dataclasses.replace(OBJECTIVES[name], most_correction=cap)
+  flat = {k: v.reshape(-1, LONGEST) for k, v in x.items()}
+  each = objective_lib.token_weights(LENGTHS.ravel(), rule, LONGEST)
+  is_drawn = np.arange(LONGEST) < LENGTHS.reshape(-1, 1)
+  advantages = np.repeat(objective_lib.advantages(REWARDS, rule).reshape(-1, 1), LONGEST, 1)
+  policy = Policy(
+    advantages, flat["old"], flat["rollout"], flat["reference"] if rule.kl else None, rule
+  )
+  with jax.enable_x64(True):
+    terms = jax.jit(objective_lib.of_tokens)(policy, flat["logp"], is_drawn * each[:, None])
+  want = loss(name, x["logp"], x, cap)
+  np.testing.assert_allclose(terms.loss, want, rtol=1e-12)
+  gradient = np.zeros_like(x["logp"])
+  for at in np.ndindex(gradient.shape):
+    up, down = (x["logp"].copy() for _ in range(2))
+    up[at] += 1e-6
+    down[at] -= 1e-6
+    gradient[at] = (loss(name, up, x, cap) - loss(name, down, x, cap)) / 2e-6
+  np.testing.assert_allclose(-terms.weights_BL.reshape(gradient.shape), gradient, atol=1e-8)
+  sums = dict(zip(objective_lib.SUMS, np.asarray(terms.sums), strict=True))
+  assert sums["tokens"] == LENGTHS.sum() and 0 < sums["clipped"] < LENGTHS.sum()
+  assert (sums["truncated"] > 0) == bool(cap)
+
+
+def test_on_policy_the_gradient_is_the_advantage():
+  x, rule = drawn(), OBJECTIVES["dr_grpo"]
+  old = x["old"].reshape(-1, LONGEST).astype(np.float32)
+  a = np.repeat(objective_lib.advantages(REWARDS, rule).reshape(-1, 1), LONGEST, 1)
+  terms = objective_lib.of_tokens(Policy(a, old, old, None, rule), old, np.ones_like(old))
+  np.testing.assert_array_equal(terms.weights_BL, a.astype(np.float32))
+  assert np.asarray(terms.sums)[1:].tolist() == [0.0] * 5
+
+
+def test_a_group_of_equal_rewards_says_nothing():
+  for rule in OBJECTIVES.values():
+    assert not objective_lib.advantages(np.full((2, 3), 0.7), rule).any()
+
+
+# --- the model's loss ----------------------------------------------------------------------------
+
+CFG = dataclasses.replace(
+  harness.TINY, hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=160, init_std=0.1
+)
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_the_models_loss_and_gradient_are_those_of_the_objective(is_invariant):
+  """The oracle differentiates the whole objective by JAX, through log-softmax of all logits."""
+  params = params_lib.init(jax.random.key(0), transformer.params(CFG), CFG.dims)
+  run = ComputeConfig(loss_chunk=4, remat="full", is_invariant=is_invariant)
+  sites = site_tree.build_sites(transformer.site_params(CFG), CFG.dims, ((".*", "bf16"),))
+  rng, shape = np.random.default_rng(1), (3, 10)
+  rule = dataclasses.replace(OBJECTIVES["grpo"], most_correction=2.0)
+  near = lambda: -rng.uniform(3, 7, shape).astype(np.float32)  # noqa: E731
+  a = np.repeat(rng.standard_normal((3, 1)), 10, 1).astype(np.float32)
+  policy = Policy(a, near(), near(), near(), rule, temperature=0.7)
+  weights = (rng.random(shape) < 0.7).astype(np.float32) / 30
+  tokens, targets = rng.integers(0, CFG.vocab_size, (2, *shape))
+  batch = {
+    "tokens_BL": tokens, "targets_BL": targets, "weights_BL": weights,
+    "positions_BL": np.broadcast_to(np.arange(10), shape),
+  }  # fmt: skip
+
+  def loss(params):
+    own = {**batch, "policy": policy}
+    value, aux = transformer.loss_and_aux(params, sites, own, CFG, run)
+    return value, aux.sums["policy"]
+
+  def oracle(params):
+    plain = dataclasses.replace(run, is_invariant=False)
+    logits = transformer.logits(params, sites, batch, CFG, plain) / 0.7
+    logp = jax.nn.log_softmax(logits)
+    logp = jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
+    return objective_lib.of_tokens(policy, logp, weights).loss
+
+  (value, sums), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+  want, gradient_wanted = jax.jit(jax.value_and_grad(oracle))(params)
+  np.testing.assert_allclose(value, want, rtol=1e-5)
+  assert 0 < sums[1] < sums[0] == (weights > 0).sum() and sums[5] > 0
+  for got, right in zip(*map(jax.tree.leaves, (gradient, gradient_wanted)), strict=True):
+    np.testing.assert_allclose(got, right, rtol=2e-3, atol=2e-6)
