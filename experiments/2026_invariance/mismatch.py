@@ -9,8 +9,8 @@ hardware:  two CPU cores, 4 GB
 Eight prompts of uneven lengths (drawn tokens of held-out pages of the Python manual) are completed
 by 32 tokens at temperature 1, three sequences at a time. Training's pass sees the same tokens,
 packed by threes in rows of 256, isolated, and weights as the optimizer keeps them. Rollout and
-training are separately compiled; nothing else differs. Intervals are bootstraps over sequences at 95 % together
-for the rows. The cost is CPU-seconds of a step (loss and gradients, 512 tokens, full
+training are separately compiled; nothing else differs. Intervals are bootstraps over sequences at
+95 % together for the rows. The cost is CPU-seconds of a step (loss and gradients, 512 tokens, full
 recomputation) and of 32 decoded tokens of three sequences, medians of three in turn.
 """
 
