@@ -7,10 +7,10 @@ needs:     assets/smollm2-135m (make run)
 hardware:  two CPU cores, 4 GB
 
 Eight prompts of uneven lengths (drawn tokens of held-out pages of the Python manual) are completed
-by 32 tokens at temperature 1, three sequences at a time. Training's pass sees the same tokens packed
-by threes in rows of 256, isolated, weights as the optimizer keeps them. Rollout and training are
-separately compiled; nothing else differs. Intervals are bootstraps over sequences at 95 % together
-for the rows. The cost is CPU-seconds of a step (loss and gradients, 512 tokens, full
+by 32 tokens at temperature 1, three sequences at a time. Training's pass sees the same tokens,
+packed by threes in rows of 256, isolated, and weights as the optimizer keeps them. Rollout and
+training are separately compiled; nothing else differs. Intervals are bootstraps over sequences at
+95 % together for the rows. The cost is CPU-seconds of a step (loss and gradients, 512 tokens, full
 recomputation) and of 32 decoded tokens of three sequences, medians of three in turn.
 """
 
@@ -39,7 +39,8 @@ from fp8jax.run import provenance  # noqa: E402
 
 RECIPES = (("bf16", "float32"), ("bf16", "bfloat16"), ("block_128", "float32"),
            ("block_128", "bfloat16"), ("rowwise", "bfloat16"), ("int8", "bfloat16"),
-           ("mxfp8_ste", "bfloat16"), ("mxfp4_ste", "bfloat16"), ("w4a16_g64", "bfloat16"))  # fmt: skip
+           ("mxfp8_ste", "bfloat16"), ("mxfp4_ste", "bfloat16"),
+           ("w4a16_g64", "bfloat16"))  # fmt: skip
 LENGTHS, NEW, ROW, SLOTS = (11, 57, 23, 90, 35, 8, 71, 44), 32, 256, 3
 ARMS = {"as it is": False, "invariant": True}
 
