@@ -245,7 +245,7 @@ def _invariant_head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: Com
 
 
 def _policy_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
-  """(the objective of batch["policy"], sums), differentiated as the cross entropy of its weights."""
+  """(objective of batch["policy"], sums), differentiated as the cross entropy of its weights."""
   policy, others = batch["policy"], {k: v for k, v in batch.items() if k != "policy"}
   ends = {k: p for k, p in params.items() if k != "layers"}, {"head": sites["head"]}
   of_head, quiet = (

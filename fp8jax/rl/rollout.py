@@ -1,0 +1,155 @@
+"""Rollouts: questions completed by the policy, judged, and laid out as the batches of an update.
+
+P prompts, J completions of each (a group); B rows of L positions, a completion with its prompt in
+each.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fp8jax.errors import UserError
+from fp8jax.evaluation.tasks import Item, Task
+from fp8jax.generation.completion import ERROR, LENGTH, Completion
+from fp8jax.generation.settings import Sampling
+from fp8jax.rl import objective as objective_lib
+from fp8jax.rl.objective import Objective
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+  """A prompt that is rewarded for its completions.
+
+  Attributes:
+    task, item: what judges them.
+    prompt: token ids.
+  """
+
+  task: Task
+  item: Item
+  prompt: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """The completions of a question and their rewards."""
+
+  question: Question
+  completions: tuple[Completion, ...]
+  rewards: tuple[float, ...]
+
+  @property
+  def is_equal(self) -> bool:
+    return min(self.rewards) == max(self.rewards)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+  """How an update is drawn.
+
+  Attributes:
+    prompts: P.
+    samples: J.
+    sampling: of the tokens; its temperature divides the logits of training too.
+    rounds: of questions, where groups of equal rewards make way for others.
+    overlong: last tokens of a completion's limit over which a penalty grows from 0 to 1, which a
+      completion without an end pays whole (DAPO, arXiv:2503.14476 §3.4); 0 for none.
+  """
+
+  prompts: int
+  samples: int
+  sampling: Sampling
+  rounds: int = 1
+  overlong: int = 0
+
+
+def reward(question: Question, completion: Completion, rules: Rules) -> float:
+  """1 for a right answer, else 0, less the penalty of `Rules.overlong`.
+
+  Raises:
+    UserError: the task's verifier raised one, or gave no number.
+  """
+  right = completion.finish_reason != ERROR and question.task.judge(
+    question.item, completion.text
+  ).correct  # fmt: skip
+  return float(right) - _penalty(completion, rules)
+
+
+def _penalty(completion: Completion, rules: Rules) -> float:
+  if not rules.overlong:
+    return 0.0
+  if completion.finish_reason == LENGTH:
+    return 1.0
+  late = len(completion.tokens) - (rules.sampling.max_new_tokens - rules.overlong)
+  return min(max(late, 0) / rules.overlong, 1.0)
+
+
+def collect(
+  questions: Iterator[Question], generate: Callable[..., Sequence[Sequence[Completion]]],
+  rules: Rules, objective: Objective,
+) -> tuple[list[Group], int]:  # fmt: skip
+  """(P groups, or as many as `rounds` left; groups of equal rewards that made way).
+
+  Args:
+    questions: without end.
+    generate: (prompts, sampling, samples) -> completions of every prompt, see api.Generator.
+
+  Raises:
+    UserError: all groups had equal rewards, from which nothing can be learned.
+  """
+  kept, dropped = [], 0
+  for _ in range(rules.rounds):
+    asked = [next(questions) for _ in range(rules.prompts - len(kept))]
+    drawn = generate([q.prompt for q in asked], rules.sampling, rules.samples)
+    for question, completions in zip(asked, drawn, strict=True):
+      rewards = tuple(reward(question, c, rules) for c in completions)
+      group = Group(question, tuple(completions), rewards)
+      if objective.drops_equal and group.is_equal:
+        dropped += 1
+      else:
+        kept.append(group)
+    if len(kept) == rules.prompts or not objective.drops_equal:
+      return kept, dropped
+  if not kept:
+    raise UserError(
+      f"none of {dropped} groups of {rules.samples} completions has unequal rewards after "
+      f"rl.max_resampling={rules.rounds - 1} more rounds: the policy learns nothing from questions "
+      "that it always or never answers; take easier or harder ones, a higher rl.temperature, more "
+      "rl.samples, or rl.loss='grpo', which keeps such groups"
+    )
+  return kept, dropped
+
+
+def laid_out(
+  groups: Sequence[Group], rules: Rules, objective: Objective, rows: int, length: int
+) -> dict[str, np.ndarray]:
+  """{"tokens_BL", "targets_BL", "positions_BL", "segments_BL", "weights_BL", "advantages_BL",
+  "rollout_BL"} of an update: rows without a completion are padding.
+
+  Args:
+    rows: B, at least the completions.
+    length: L, at least the tokens of a prompt and its completion but one.
+  """
+  names = ("tokens", "targets", "positions", "segments")
+  batch: dict[str, Any] = {f"{n}_BL": np.zeros((rows, length), np.int32) for n in names}
+  for n in ("weights", "advantages", "rollout"):
+    batch[f"{n}_BL"] = np.zeros((rows, length), np.float32)
+  of_groups = objective_lib.advantages(np.array([g.rewards for g in groups]), objective)
+  flat = [(g, c) for g in groups for c in g.completions]
+  lengths = np.array([len(c.tokens) for _, c in flat])
+  each = objective_lib.token_weights(
+    np.maximum(lengths, 1), objective, rules.sampling.max_new_tokens
+  )
+  for row, ((group, completion), weight, a) in enumerate(
+    zip(flat, each, of_groups.ravel(), strict=True)
+  ):
+    prompt, drawn = group.question.prompt, completion.tokens
+    text, size = [*prompt, *drawn], len(prompt) + len(drawn) - 1
+    here, own = slice(0, size), slice(len(prompt) - 1, size)
+    batch["tokens_BL"][row, here], batch["targets_BL"][row, here] = text[:-1], text[1:]
+    batch["positions_BL"][row, here], batch["segments_BL"][row, here] = np.arange(size), 1
+    batch["weights_BL"][row, own], batch["advantages_BL"][row, own] = weight, a
+    batch["rollout_BL"][row, own] = completion.logp
+  return batch

@@ -1,0 +1,70 @@
+"""Rollouts as batches: places, weights and advantages by hand; resampling; penalties."""
+
+import numpy as np
+import pytest
+
+from fp8jax.errors import UserError
+from fp8jax.evaluation import verifiers
+from fp8jax.evaluation.tasks import Item, Task
+from fp8jax.generation.completion import Completion
+from fp8jax.generation.settings import Sampling
+from fp8jax.rl import rollout
+from fp8jax.rl.objective import OBJECTIVES
+
+TASK = Task("sums", (), verifiers.exact, "exact")
+
+
+def question(name: str, answer: str, prompt) -> rollout.Question:
+  return rollout.Question(TASK, Item(name, name, answer), tuple(prompt))
+
+
+def completion(text: str, tokens, reason="eos") -> Completion:
+  return Completion(tuple(tokens), text, reason, tuple(-0.5 * t for t in tokens))
+
+
+RULES = rollout.Rules(2, 2, Sampling(temperature=1.0, max_new_tokens=8))
+
+
+def drawn(texts):
+  """A generator that answers questions by their prompt's first token."""
+  return lambda prompts, sampling, samples: [
+    [completion(t, [7, 8, 9][: 1 + n]) for n, t in enumerate(texts[p[0]])] for p in prompts
+  ]
+
+
+def test_an_update_is_laid_out_as_written_by_hand():
+  questions = iter([question("a", "4", [1, 2, 3]), question("b", "5", [4, 5])])
+  groups, dropped = rollout.collect(
+    questions, drawn({1: ["4", "no"], 4: ["5", "5"]}), RULES, OBJECTIVES["dr_grpo"]
+  )
+  assert dropped == 0 and [g.rewards for g in groups] == [(1.0, 0.0), (1.0, 1.0)]
+  batch = rollout.laid_out(groups, RULES, OBJECTIVES["dr_grpo"], 5, 6)
+  assert batch["tokens_BL"].tolist()[:2] == [[1, 2, 3, 0, 0, 0], [1, 2, 3, 7, 0, 0]]
+  assert batch["targets_BL"].tolist()[:2] == [[2, 3, 7, 0, 0, 0], [2, 3, 7, 8, 0, 0]]
+  assert batch["tokens_BL"][3].tolist() == [4, 5, 7, 0, 0, 0] and not batch["segments_BL"][4].any()
+  weights = np.zeros((5, 6))
+  weights[0, 2] = weights[1, 2:4] = weights[2, 1] = weights[3, 1:3] = 1 / (4 * 8)
+  np.testing.assert_allclose(batch["weights_BL"], weights)
+  np.testing.assert_array_equal(batch["advantages_BL"][1, :5], [0, 0, -0.5, -0.5, 0])
+  assert not batch["advantages_BL"][2:].any()
+  np.testing.assert_array_equal(batch["rollout_BL"][1, :5], [0, 0, -3.5, -4.0, 0])
+
+
+def test_groups_of_equal_rewards_make_way_and_all_equal_is_an_error():
+  questions = lambda: (question(str(n), "4", [n]) for n in range(99))  # noqa: E731
+  rules = rollout.Rules(2, 2, RULES.sampling, rounds=3)
+  texts = {n: ["4", "no" if n in (2, 4, 5) else "4"] for n in range(99)}
+  groups, dropped = rollout.collect(questions(), drawn(texts), rules, OBJECTIVES["dapo"])
+  assert [g.question.item.name for g in groups] == ["2", "4"] and dropped == 3
+  with pytest.raises(UserError, match="none of 6 groups of 2 completions has unequal rewards"):
+    rollout.collect(questions(), drawn({n: ["4"] * 2 for n in range(9)}), rules, OBJECTIVES["dapo"])
+
+
+@pytest.mark.parametrize(
+  ("tokens", "reason", "penalty"),
+  [(4, "eos", 0.0), (5, "eos", 0.25), (8, "eos", 1.0), (8, "length", 1.0), (2, "length", 1.0)],
+)
+def test_long_completions_pay(tokens, reason, penalty):
+  rules = rollout.Rules(1, 1, RULES.sampling, overlong=4)
+  one = completion("4", range(tokens), reason)
+  assert rollout.reward(question("a", "4", [1]), one, rules) == 1 - penalty
