@@ -16,6 +16,7 @@ from fp8jax.keys import Affects, Key
 from fp8jax.models.config import Lora
 from fp8jax.optim.optimizers import OptimizerConfig
 from fp8jax.ptq.settings import Quantize
+from fp8jax.rl.settings import RL
 from fp8jax.run.settings import Calibrate, Prepare
 from fp8jax.search.settings import Search
 from fp8jax.sensitivity.settings import Sensitivity
@@ -25,7 +26,7 @@ SECTIONS: tuple[Any, ...] = (
   settings.Run, settings.Init, settings.Model, Lora, settings.Precision, settings.Kernels,
   settings.Memory, settings.Data, OptimizerConfig, settings.LossScale, settings.Distill,
   settings.Mesh, settings.Sharding, settings.Weights, settings.Eval, Tasks, settings.Checkpoint,
-  settings.Log, Export, Quantize, Calibrate, Sensitivity, Search, Noise, Prepare, Generate,
+  settings.Log, Export, Quantize, Calibrate, Sensitivity, Search, RL, Noise, Prepare, Generate,
   PlanInference,
 )  # fmt: skip
 KEYS: dict[str, Key] = {one.name: one for section in SECTIONS for one in section.KEYS}

@@ -58,6 +58,11 @@ class RunState:
     """The configuration's, with the recipes that policies gave."""
     return self.policies.spec
 
+  def next_batch(self, state: State, step: int):
+    """(the host's batch of the step after `step` steps, its number)."""
+    del state
+    return self.policies.next_batch(self.batches.iterator, step)
+
   def enter(self, state: State, step: int, batch) -> State:
     """The state with which the phase of a step begins; sets the sites to train in.
 

@@ -32,6 +32,7 @@ from fp8jax.jobs import (
   prepare,
   preview,
   quantize,
+  rl,
   search,
   sensitivity,
   train,
@@ -39,6 +40,7 @@ from fp8jax.jobs import (
 from fp8jax.kernels import choose
 from fp8jax.models.hf import config as hf_config
 from fp8jax.ptq.settings import Quantize
+from fp8jax.rl.settings import RL
 from fp8jax.run import machine
 from fp8jax.run.settings import Calibrate, Prepare
 from fp8jax.search.settings import Search
@@ -157,6 +159,13 @@ JOBS = {
     Needs(
       (Tasks, Generate, Search), checks.search_problems, search.problems_of_spec, has_steps=True,
       is_on_one_device=_always,  # as its options
+    ),
+  ),
+  "rl": Job(
+    rl.run,
+    Needs(
+      (Tasks, Generate, RL), checks.evaluation_problems, rl.problems_of_spec, has_steps=True,
+      has_calibration=True,
     ),
   ),
   "noise": Job(

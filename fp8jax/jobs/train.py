@@ -1,5 +1,6 @@
 """Training: the loop around the step."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -20,6 +21,29 @@ from fp8jax.step import distillation, train_spec, train_step
 from fp8jax.step.state import State
 
 
+@dataclasses.dataclass(frozen=True)
+class Feed:
+  """The data of a run.
+
+  Attributes:
+    fingerprint: changes whenever a run would see other data.
+    open: spec -> batches, as batch_sharding.TrainBatches.
+  """
+
+  fingerprint: str
+  open: Callable[[train_spec.TrainSpec], Any]
+
+
+def texts(spec: train_spec.TrainSpec) -> Feed:
+  """The feed of `data`."""
+  return Feed(
+    loader.fingerprint(spec.data),
+    lambda spec: batch_sharding.TrainBatches(
+      spec.data, spec.run.layout, spec.microbatch, spec.grad_accum_steps
+    ),
+  )
+
+
 class NonFinite(RuntimeError):
   """The loss, the gradient or logits stopped being numbers."""
 
@@ -27,7 +51,7 @@ class NonFinite(RuntimeError):
 def run(
   spec: train_spec.TrainSpec, workdir: str, base: dict[str, Any] | None = None,
   disturb: Callable[[State, Any, int], tuple[State, Any]] | None = None,
-  make_state: Callable[..., run_state.RunState] = run_state.RunState,
+  make_state: Callable[..., run_state.RunState] = run_state.RunState, feed: Feed | None = None,
 ) -> dict[str, Any]:  # fmt: skip
   """Trains to the configured step, or resumes and does so.
 
@@ -38,6 +62,7 @@ def run(
     disturb: a fault for drills of precision.policy: (state, host batch, number of the batch) ->
       (state, host batch), called before every step.
     make_state: of the run beside its parameters; another job's takes other steps.
+    feed: another job's data; None for `texts`.
 
   Returns:
     The summary that is also written to WORKDIR/summary.json; of an interrupted run {"step",
@@ -48,20 +73,20 @@ def run(
     NonFinite: see optim.on_nonfinite.
   """
   with workdir_lib.locked(workdir):
-    flat, fingerprint = dict(spec.flat), loader.fingerprint(spec.data)
-    summary = workdir_lib.finished(workdir, flat, fingerprint)
+    flat, feed = dict(spec.flat), feed or texts(spec)
+    summary = workdir_lib.finished(workdir, flat, feed.fingerprint)
     if summary is not None:
       console_lib.console().print(f"{workdir} is finished: step {summary['step']}")
       return summary
     make = functools.partial(make_state, disturb=disturb)
-    return _train(spec, workdir, identity.diff(flat, base or {}), fingerprint, make)
+    return _train(spec, workdir, identity.diff(flat, base or {}), feed, make)
 
 
 def _train(
-  spec: train_spec.TrainSpec, workdir: str, changes: dict[str, Any], fingerprint: str, make_state
+  spec: train_spec.TrainSpec, workdir: str, changes: dict[str, Any], feed: Feed, make_state
 ) -> dict[str, Any]:
-  """As `run`. Args: identity.diff of the configuration and base's, the data's fingerprint."""
-  out = console_lib.console()
+  """As `run`. Args: identity.diff of the configuration and base's."""
+  out, fingerprint = console_lib.console(), feed.fingerprint
   reports = run_reports.RunReports(spec, workdir, fingerprint, out)
   os.makedirs(workdir, exist_ok=True)
   rows = start.all_site_rows(spec)
@@ -73,9 +98,7 @@ def _train(
   policies = policy_runner.PolicyRunner(spec, reports.actions, reports.refresh, teacher)
   if spec.data.chat is not None:
     start.print_chats(out, spec, spec.data.chat.samples_per_step)
-  batches = batch_sharding.TrainBatches(
-    spec.data, spec.run.layout, spec.microbatch, spec.grad_accum_steps
-  )
+  batches = feed.open(spec)
   now = make_state(policies, table, batches, out)
   contents = tasks.identity | distillation.identity(teacher)
   saver = resume.Saver(spec, workdir, fingerprint, now, reports.clock, contents)
@@ -128,7 +151,7 @@ def _loop(
 
   while step < spec.steps and not asked.requested(step):
     with clock.on("data_wait"):
-      host, number = now.policies.next_batch(batches.iterator, step)
+      host, number = now.next_batch(state, step)
     if now.spec.phase(step) != now.phase:
       settle()
       with clock.on("compile"):

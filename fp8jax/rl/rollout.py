@@ -136,6 +136,8 @@ def laid_out(
   batch: dict[str, Any] = {f"{n}_BL": np.zeros((rows, length), np.int32) for n in names}
   for n in ("weights", "advantages", "rollout"):
     batch[f"{n}_BL"] = np.zeros((rows, length), np.float32)
+  if not groups:  # resampling left none for this step
+    return batch
   of_groups = objective_lib.advantages(np.array([g.rewards for g in groups]), objective)
   flat = [(g, c) for g in groups for c in g.completions]
   lengths = np.array([len(c.tokens) for _, c in flat])

@@ -1,0 +1,61 @@
+"""Keys of --job=rl."""
+
+import dataclasses
+
+from fp8jax.generation.settings import Sampling
+from fp8jax.keys import key, section
+from fp8jax.rl.objective import OBJECTIVES, Objective
+from fp8jax.rl.rollout import Rules
+
+
+# A table: a key a row, its meaning beside it.
+# fmt: off
+@section("rl")
+class RL:
+  """--job=rl: reinforcement learning from verified answers. An update draws `samples` completions
+  of `prompts` questions with the present parameters, and takes `updates_per_rollout` steps on them.
+  """
+
+  tasks: str = key("", "Questions to learn from, a comma list as eval.tasks; questions that "
+    "eval.tasks asks are left out.")
+  questions: int = key(0, "per task, the first; 0: all, and 200 of a family", least=0)
+  loss: str = key("grpo", 'Policy gradient: "grpo" (arXiv:2402.03300), "dapo" (arXiv:2503.14476: '
+    "clip-higher, groups of equal rewards resampled, one mean over all tokens of the update), "
+    '"dr_grpo" (arXiv:2503.20783: no deviation, no length).', choices=tuple(OBJECTIVES))
+  prompts: int = key(8, "questions of a rollout", least=1)
+  samples: int = key(8, "completions of a question, the group that advantages are relative to",
+    least=2)
+  updates_per_rollout: int = key(1, "Steps on the completions of a rollout, each on its part of "
+    "the questions; from the second on clips act.", least=1)
+  temperature: float = key(1.0, "of the sampler, and of the log-probabilities that train")
+  max_new_tokens: int = key(256, "tokens of a completion", least=1)
+  clip_low: float | None = key(None, "the ratio to the old policy counts from 1 - clip_low; the "
+    "loss's own by default: 0.2")
+  clip_high: float | None = key(None, "to 1 + clip_high: 0.2, of dapo 0.28")
+  most_correction: float = key(2.0, "Truncated importance sampling where `rollout` is another "
+    "recipe: a token counts min(exp(old - rollout), this) times; 0 leaves the correction out.",
+    least=0)
+  rollout: str = key("", 'recipe of the layers that draws; "": that of training')
+  max_resampling: int = key(8, "dapo: further rounds of questions in place of groups whose rewards "
+    "are equal", least=0)
+  overlong: int = key(0, "Last tokens of max_new_tokens over which a penalty grows from 0 to 1 "
+    "(dapo's); 0: none", least=0)
+
+  @property
+  def objective(self) -> Objective:
+    """The rule, with the keys that replace its own numbers."""
+    own = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+    own = {k: v for k, v in own.items() if v is not None}
+    cap = self.most_correction if self.rollout else 0.0
+    return dataclasses.replace(OBJECTIVES[self.loss], kl=0.0, most_correction=cap, **own)
+
+  @property
+  def rules(self) -> Rules:
+    """How an update is drawn; `seed` of the sampling is each rollout's own."""
+    sampling = Sampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
+    return Rules(
+      self.prompts, self.samples, sampling, 1 + self.max_resampling, self.overlong
+    )
+
+
+# fmt: on
