@@ -14,8 +14,8 @@ from fp8jax.errors import ConfigError, UserError, key_hint, nearest, nearest_key
 
 NAMES = (
   "train", "evaluate", "prepare", "preview", "export", "calibrate", "diagnose", "memory",
-  "plan_inference", "generate", "quantize", "sensitivity", "search", "rl", "noise", "report", "compare",
-  "doctor",
+  "plan_inference", "generate", "quantize", "sensitivity", "search", "rl", "noise", "report",
+  "compare", "doctor",
 )  # fmt: skip
 # They read the folders of runs.
 OF_FILES = ("report", "compare")
