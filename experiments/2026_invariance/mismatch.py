@@ -146,7 +146,7 @@ def table(target: pathlib.Path):
         continue
       row = by_arm[recipe, dtype, arm]
       each = np.abs(np.array(row["differences"]))
-      i = statistics.bootstrap(each.sum(1), np.full(len(each), NEW), count=len(RECIPES))
+      i = statistics.bootstrap(each.sum(1), np.full(len(each), NEW), count=len(RECIPES) * len(ARMS))
       lines.append([
         f"`{recipe}`", dtype, arm, f"{i.estimate:.2g} [{i.low:.2g}, {i.high:.2g}]",
         f"{each.max():.2g}", f"{100 * (each > 0).mean():.0f} %", f"{row['step']:.1f}",

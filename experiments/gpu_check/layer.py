@@ -56,7 +56,8 @@ def build(recipe: str, tokens: int, model: ModelConfig, device: choose.Device):
 
   def layer(weights, x, sites):
     positions = jnp.arange(tokens, dtype=jnp.int32)[None]
-    context = transformer.layer_context({"tokens_BL": positions, "positions_BL": positions}, model)
+    batch = {"tokens_BL": positions, "positions_BL": positions}
+    context = transformer.layer_context(batch, model, run)
     return transformer.layer(x, (weights, sites), context, model, run)[0]
 
   def forward_and_backward(weights, x, g, sites):

@@ -12,9 +12,8 @@ from fp8jax.models import lora, transformer
 from fp8jax.ops import site_tree
 from fp8jax.phases.schedule import Phase, Precision, Rules
 from fp8jax.quantization import stored_matrix
-from fp8jax.recipe import attention
+from fp8jax.recipe import attention, by_token
 from fp8jax.recipe import rules as rules_lib
-from fp8jax.recipe.quant import CURRENT, Quant, Scale
 
 
 def read(c: Any) -> Precision:
@@ -165,34 +164,13 @@ def invariant_problems(spec: Any) -> list[str]:
     )
   if spec.model.rope_scaling.kind == "dynamic":
     texts.append("dynamic rope: its frequencies depend on the length of what a token stands in")
-  for name in {name: 0 for phase in spec.precision.phases for _, name in phase.rules}:
-    texts += (f"recipe {name!r}: {why}" for why in _not_by_row(rules_lib.recipe_by_name(name)))
-  return [f"precision.invariant=True with {text}" for text in dict.fromkeys(texts)]
-
-
-def _is_by_row(quant: Quant) -> bool:
-  """Whether the codes of a row depend on no other row, nor on random bits."""
-  if quant.is_random or (quant.scale is Scale.E4M3_OVER_F32 and quant.source == CURRENT):
-    return False
-  has_own = quant.source != CURRENT or quant.scale in (Scale.ONE, Scale.NONE)
-  return quant.tile[0] == 1 or has_own
-
-
-def _not_by_row(recipe) -> list[str]:
-  """Reasons why a token's product depends on others in this recipe."""
-  gemm, texts = recipe.fwd, []
-  if gemm.lhs is not None and not _is_by_row(gemm.lhs):
-    texts.append(
-      f"its activations are quantized as {gemm.lhs}, whose scale or rounding is not of a token "
-      "alone; take scales per token (block_128, rowwise), or delayed or static ones"
+  named = [name for phase in spec.precision.phases for _, name in phase.rules]
+  named += [policy.to for policy in spec.precision.policy if hasattr(policy, "to")]
+  for name in dict.fromkeys(named):
+    texts += (
+      f"recipe {name!r}: {why}" for why in by_token.problems(rules_lib.recipe_by_name(name))
     )
-  if gemm.rotate_rows[0] is not None:
-    texts.append("it rotates tokens into each other; take a recipe without rotate_rows")
-  if gemm.compensates:
-    texts.append("it multiplies outliers of a whole tensor apart; take one that does not")
-  if gemm.rhs is not None and gemm.rhs.is_random:
-    texts.append("its weights are rounded at random in every step; take one that does not")
-  return texts
+  return [f"precision.invariant=True with {text}" for text in dict.fromkeys(texts)]
 
 
 def _rules(key: str, stated) -> Rules:

@@ -46,7 +46,9 @@ def kv_scales(params, spec: TrainSpec, texts: list[Batch], method: str) -> dict[
     ])  # fmt: skip
 
   for b in texts:
-    largest = np.maximum(largest, jax.device_get(amaxes(params, b.inputs, b.counts_BL, spec.run)))
+    largest = np.maximum(
+      largest, jax.device_get(amaxes(params, b.inputs, b.counts_BL, spec.plain.run))
+    )
   return {
     kv_scales_lib.name(i, kv, method): float(amax / np.float32(E4M3.max)) or 1.0
     for kv, of_layers in zip("kv", largest, strict=True)

@@ -26,6 +26,7 @@ from fp8jax.models.hf import kv_scales
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
+from fp8jax.recipe import by_token
 
 # (index of the prompt, number of the sample, piece of text, the completion with its last piece).
 OnText = Callable[[int, int, str, Completion | None], None]
@@ -73,6 +74,8 @@ class Generator:
     """
     problems = ConfigErrors()
     problems.extend(problems_of(cfg, run))
+    if run.is_invariant:
+      problems.extend(_not_invariant(cfg, sites))
     problems.check(slots >= 1, f"slots={slots} must be at least 1")
     problems.one_of("cache_format", cache_format, CACHE_FORMATS)
     longest = cfg.max_positions
@@ -338,6 +341,20 @@ def end_ids(folder: str, tokenizer: Tokenizer, stop_tokens: Sequence[str] = ()) 
       raise UserError(f"stop token {name!r} is no token of {tokenizer.path}; give one that it has")
     ids = [*ids, token]
   return ids or [tokenizer.eos_id]
+
+
+def _not_invariant(cfg: ModelConfig, sites) -> list[str]:
+  """The reasons why an invariant pass promises nothing of these sites here, in words."""
+  texts = [
+    f"recipe {recipe.name!r} of {name}: {why}"
+    for name, recipe in site_tree.recipes_of(sites).items()
+    for why in by_token.problems(recipe)
+  ][:1]  # layers are alike
+  if choose.current_device().platform != "cpu":
+    texts.append("on a GPU libraries choose how to sum by the size of what they are given")
+  if cfg.rope_scaling.kind == "dynamic":
+    texts.append("dynamic rope's frequencies depend on the length of what a token stands in")
+  return [f"precision.invariant=True (is_invariant): {text}" for text in texts]
 
 
 def problems_of(cfg: ModelConfig, run: ComputeConfig) -> list[str]:

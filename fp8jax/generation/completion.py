@@ -18,13 +18,14 @@ class Completion:
     tokens: all that were generated, the end token and those of a stop text among them.
     text: of the tokens, without the end token, cut before a stop text.
     finish_reason: "eos", "stop", "length", or "error" where logits were not finite.
-    logp: of every token its log-probability in nats, see decode.Slots.logp_B.
+    logp: of every token its log-probability in nats, see decode.Slots.logp_B; no part of equality,
+      since its last bits depend on the size of the cache.
   """
 
   tokens: tuple[int, ...]
   text: str
   finish_reason: str
-  logp: tuple[float, ...] = ()
+  logp: tuple[float, ...] = dataclasses.field(default=(), compare=False)
 
 
 class TextStream:
@@ -105,7 +106,7 @@ class Growing:
     self._stream = TextStream(decode, stop)
     self._end_ids, self._stop_ids, self._limit = end_ids, stop_ids, limit
 
-  def push(self, token: int, logp: float = 0.0) -> str:
+  def push(self, token: int, logp: float) -> str:
     """The piece of text that one more token makes certain; `result` is set by the last token."""
     if token != NO_TOKEN:
       self.tokens.append(token)

@@ -45,6 +45,7 @@ def quantize_problems(c: Any) -> list[str]:
   collected.file("quantize.text", c.quantize.text, "name a text file, or '' for training documents")
   for text in c.quantize.methods:
     collected.attempt(functools.partial(methods.by_name, text), "quantize.methods")
+  collected.extend(_pass_problems(c, "quantize"))
   return [*collected.found, *export_checks.problems(c)]
 
 
@@ -85,8 +86,8 @@ def _pass_problems(config: Any, job: str) -> list[str]:
   if not config.precision.invariant:
     return []
   return [
-    f"precision.invariant=True: --job={job} switches and differentiates the plain forward pass; "
-    "set precision.invariant=False"
+    f"precision.invariant=True: --job={job} works on the layers of the plain forward pass; set "
+    " precision.invariant=False"
   ]
 
 

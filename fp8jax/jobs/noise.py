@@ -58,6 +58,7 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   sites = transformer.site_params(spec.model)
   for one in (_with_recipe(spec, name).precision for name in spec.of(Noise).recipes):
     texts += precision.frozen_problems(one, spec.model, layout)
+    texts += precision.invariant_problems(dataclasses.replace(spec, precision=one))
     if layout.mesh is not None:
       split = (sites, dims, one.phases[0].rules, layout, None)
       texts += layout_checks.find_misaligned_tiles(*split)

@@ -81,6 +81,10 @@ def layer(
     return collectives.on_mesh(local, run.layout, *specs)(x_BLD, (made, s, *states), context)
 
   if not is_differentiable:
+    if run.layout.mesh is not None:
+      raise ValueError(
+        "states of mixers, a cache among them, lie on one device in an invariant pass"
+      )
     return exact
   as_ever = functools.partial(plain, cfg=cfg, run=dataclasses.replace(run, is_invariant=False))
   return row_tiles.with_gradients_of(as_ever, exact)

@@ -18,6 +18,8 @@ from fp8jax.models import transformer
 from fp8jax.models.config import EVAL_PRECISIONS, ComputeConfig
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
+from fp8jax.recipe import by_token
 from fp8jax.step import distillation
 from fp8jax.step.train_spec import TrainSpec
 
@@ -65,10 +67,10 @@ class Evaluator:
       stopped. With a teacher "loss" is the text's cross entropy, beside "kl", nats per token at
       distill.temperature.
     """
-    sites = {
-      label: (sites_of(self.spec, recipe, scaling_states, phase), run_of(self.spec, recipe))
-      for label, recipe in precisions(self.spec, phase).items()
-    }
+    sites = {}
+    for label, recipe in precisions(self.spec, phase).items():
+      own = sites_of(self.spec, recipe, scaling_states, phase)
+      sites[label] = own, run_of(self.spec, recipe, own)
     losses = {}
     for name in self.spec.data.sources:
       losses[name] = self._one_source(params, sites, name, stop)
@@ -123,9 +125,12 @@ def sites_of(
   return site_lib.with_current_scales(tree)
 
 
-def run_of(spec: TrainSpec, recipe: str | None) -> ComputeConfig:
-  """The execution of a forward pass: in BF16 attention is not quantized either."""
-  return spec.run if recipe is None else dataclasses.replace(spec.run, attention_recipe=None)
+def run_of(spec: TrainSpec, recipe: str | None, sites) -> ComputeConfig:
+  """The execution of a forward pass: in BF16 attention is not quantized either, and scales that are
+  chosen from the tensors themselves are of a whole batch, in no invariant pass."""
+  run = spec.run if recipe is None else dataclasses.replace(spec.run, attention_recipe=None)
+  is_of_batch = any(map(by_token.problems, site_tree.recipes_of(sites).values()))
+  return dataclasses.replace(run, is_invariant=run.is_invariant and not is_of_batch)
 
 
 def precisions(spec: TrainSpec, phase: int = 0) -> dict[str, str | None]:

@@ -38,7 +38,7 @@ def stats_of_steps(
     activations, see site.TENSORS,
     {parameter: gradient is finite}), on the host; the last empty with optim.in_backward=True.
   """
-  sites = spec.sites(phase=phase, statistics=statistics)
+  spec, sites = spec.plain, spec.sites(phase=phase, statistics=statistics)
   scale = loss_scale.init(spec.loss_scale).get("scale")
 
   @functools.partial(jax.jit, compiler_options=choose.compiler_options(spec.device))

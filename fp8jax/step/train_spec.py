@@ -75,6 +75,11 @@ class TrainSpec:
     """A section of the job, e.g. of(Export)."""
     return self.sections[section]
 
+  @property
+  def plain(self) -> "TrainSpec":
+    """The same without precision.invariant: scales chosen from a batch are of all of it."""
+    return dataclasses.replace(self, run=dataclasses.replace(self.run, is_invariant=False))
+
   def phase(self, step: int) -> int:
     """Index of the precision phase that the step after `step` steps belongs to."""
     return self.precision.at(step)

@@ -362,7 +362,7 @@ def make_calibration(spec: train_spec.TrainSpec, phase: int):
   Gradients are those under the loss scale, which is halved until they are finite. A batch that no
   scale makes finite leaves the loss scale as it is.
   """
-  sites = spec.sites(phase=phase)
+  spec, sites = spec.plain, spec.sites(phase=phase)
   if not scaling_lib.states(sites):
     return lambda state, batch, teacher=None: dataclasses.replace(state, scaling_states={})
 

@@ -62,7 +62,7 @@ def test_reasons_of_an_end():
   def grown(tokens, **options):
     growing = Growing(_decode, ("bb",), frozenset({4}), frozenset({5}), limit=4)
     for token in tokens:
-      growing.push(token)
+      growing.push(token, -0.5)
     return growing.result
 
   assert grown([0, 4]).finish_reason == "eos" and grown([0, 4]).text == "a"

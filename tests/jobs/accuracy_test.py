@@ -162,7 +162,7 @@ def test_an_accuracy_beyond_the_bound_undoes_steps_and_is_asked_again(tmp_path, 
   first, later = map(harness.only_down, ("tensor_delayed(steps=4)", "tensor_current"))
   changes = {
     **RUN, "eval.tasks": f"{tmp_path}/q.jsonl", "eval.questions": 4, "checkpoint.every": 2,
-    "checkpoint.keep": 3, "precision.rules": first, "eval.precisions": ("bf16",),
+    "checkpoint.keep": 3, "precision.rules": first, "eval.precisions": ("recipe",),
     "precision.policy": ("roll_back(metric='accuracy/q', worse_by=0.25)",),
     "precision.schedule": ((5, later),),
   }  # fmt: skip

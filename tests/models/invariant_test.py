@@ -209,6 +209,24 @@ def test_attention_of_keys_that_queries_see_is_numpys():
   np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
+def test_a_query_that_is_not_a_number_stays_none():
+  q = np.ones((1, 3, 2, 8), np.float32)
+  q[0, 1] = np.nan
+  k = np.ones((1, 3, 1, 8), np.float32)
+  first, last = np.zeros((1, 3), np.int32), np.arange(3, dtype=np.int32)[None]
+  got = np.asarray(fixed_order.forward(q, k, k, first, last))
+  assert np.isnan(got[0, 1]).all() and np.isfinite(got[0, [0, 2]]).all()
+
+
+@pytest.mark.parametrize("recipe", ["tensor_current", "tensor_delayed"])
+def test_a_generator_without_a_tokens_own_scales_is_refused(recipe):
+  run = ComputeConfig(is_invariant=True)
+  sites = site_tree.build_sites(transformer.site_params(CFG), CFG.dims, ((".*", recipe),))
+  sites = site_lib.with_current_scales(sites)
+  with pytest.raises(ConfigError, match="is not of a token alone"):
+    api.Generator(params(), sites, CFG, run, Tokenizer("bytes"), [10**6])
+
+
 REFUSED = {
   "tensor scales": ({"precision.rules": ((".*", "tensor_current"),)}, "is not of a token"),
   "two levels": ({"precision.rules": (("head", "bf16"), (".*", "nvfp4_ste"))}, "not of a token"),
@@ -219,6 +237,12 @@ REFUSED = {
   ),
   "smooth": ({"precision.smooth_swiglu": "channel"}, "take 'token'"),
   "attention": ({"precision.attention": "fa3"}, "of many tokens"),
+  "compressed inputs": ({"memory.save_layer_inputs": "e4m3_128"}, "very input of a layer"),
+  "outliers": ({"precision.rules": (("head", "bf16"), (".*", "fp4_occ"))}, "outliers of a whole"),
+  "policy": (
+    {"precision.policy": ("switch_recipe(to='tensor_current')",), "log.tensor_stats_every": 100},
+    "recipe 'tensor_current'",
+  ),
 }
 
 

@@ -163,7 +163,8 @@ def layer_program(case: Case, recipe: str) -> Program:
 
   def forward_and_backward(weights, x, g, sites):
     positions = jnp.arange(case.tokens, dtype=jnp.int32)[None]
-    context = transformer.layer_context({"tokens_BL": positions, "positions_BL": positions}, model)
+    batch = {"tokens_BL": positions, "positions_BL": positions}
+    context = transformer.layer_context(batch, model, run)
 
     def layer(weights, x):
       return transformer.layer(x, (weights, sites), context, model, run)[0]

@@ -4,8 +4,8 @@ Queries come in tiles of QUERIES rows, keys in tiles of KEYS from the first that
 query's maximum is over all its tiles before the first exponential, so that later tiles rescale
 nothing; then it adds its tiles from the first to the last. Tiles that it does not see leave its
 sums alone. Where its document begins in a packed sequence, how long the sequence is padded and
-which queries share the tile are then all one. Plain JAX, for any device; see ops/row_tiles.py for
-what keeps a compiler from another order.
+which queries share the tile then make no difference. Plain JAX, for any device; see
+ops/row_tiles.py for what keeps a compiler from another order.
 """
 
 import jax
@@ -53,14 +53,15 @@ def _tile(q_QGRK, first_Q, last_Q, k_MGK, v_MGK):
   q_QGRK = q_QGRK.astype(jnp.float32) * q_QGRK.shape[-1] ** -0.5
 
   def scores(first, number):
-    """(float32 [G, R, Q, KEYS], -inf where a query does not see; values [KEYS, G, K])."""
+    """(float32 [G, R, Q, KEYS], -inf where a query does not see; values [KEYS, G, K]; where it
+    sees)."""
     start = first + number * KEYS
     k, v = (jax.lax.dynamic_slice_in_dim(x, start, KEYS) for x in (k_MGK, v_MGK))
     q, k, v = jax.lax.optimization_barrier((q_QGRK, k.astype(jnp.float32), v.astype(jnp.float32)))
     s = _dot(q, k, ((3,), (2,)), ((1,), (1,)))  # [G, Q, R, KEYS]
     s = jnp.swapaxes(s, 1, 2)
     sees = (first_Q == first)[:, None] & (start + jnp.arange(KEYS) <= last_Q[:, None])
-    return jnp.where(sees, s, -jnp.inf), v
+    return jnp.where(sees, s, -jnp.inf), v, sees
 
   def over_keys(step, start):
     """`step(state, first, number)` for all tiles of keys of all documents."""
@@ -76,7 +77,7 @@ def _tile(q_QGRK, first_Q, last_Q, k_MGK, v_MGK):
     return jax.lax.while_loop(lambda s: s[0] < _NONE, document, (jnp.min(first_Q), start))[1]
 
   def largest(top_GRQ, first, number):
-    s, _ = scores(first, number)
+    s, _, _ = scores(first, number)
     return jnp.maximum(top_GRQ, jax.lax.optimization_barrier(jnp.max(s, axis=-1)))
 
   rows = (*q_QGRK.shape[1:3], q_QGRK.shape[0])
@@ -84,8 +85,8 @@ def _tile(q_QGRK, first_Q, last_Q, k_MGK, v_MGK):
 
   def add(state, first, number):
     total_GRQ, sum_GRQK = state
-    s, v = scores(first, number)
-    p = jnp.where(s > -jnp.inf, jnp.exp(s - top_GRQ[..., None]), 0.0)
+    s, v, sees = scores(first, number)
+    p = jnp.where(sees, jnp.exp(s - top_GRQ[..., None]), 0.0)  # of a NaN it is one
     p = jax.lax.optimization_barrier(p)
     here = jnp.sum(p, axis=-1), _dot(p, v, ((3,), (0,)), ((0,), (1,)))
     here = jax.lax.optimization_barrier(here)
@@ -97,6 +98,6 @@ def _tile(q_QGRK, first_Q, last_Q, k_MGK, v_MGK):
 
   start = jnp.zeros(rows), jnp.zeros((*rows, q_QGRK.shape[-1]))
   total_GRQ, sum_GRQK = jax.lax.optimization_barrier(over_keys(add, start))
-  total_GRQ = jnp.where(total_GRQ > 0, total_GRQ, 1.0)  # of padding nothing is seen
+  total_GRQ = jnp.where(total_GRQ == 0, 1.0, total_GRQ)  # of padding nothing is seen
   out_GRQK = jax.lax.optimization_barrier(sum_GRQK / total_GRQ[..., None])
   return jnp.moveaxis(out_GRQK, 2, 0).astype(v_MGK.dtype)
