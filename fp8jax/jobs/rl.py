@@ -20,8 +20,8 @@ from fp8jax.generation.settings import Generate
 from fp8jax.jobs import evaluate_tasks, run_state, train
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.models import transformer
+from fp8jax.ops import policy_gradient
 from fp8jax.records import make_folder
-from fp8jax.rl import objective as objective_lib
 from fp8jax.rl import rollout
 from fp8jax.rl.settings import RL
 from fp8jax.run import evaluator
@@ -147,7 +147,7 @@ class RLState(run_state.RunState):
   def _with_policy(self, batch):
     batch, own = dict(batch), self._own
     arrays = {f"{name}_BL": batch.pop(f"{name}_BL") for name in _OF_POLICY}
-    policy = objective_lib.Policy(
+    policy = policy_gradient.Policy(
       **arrays, objective=own.objective, temperature=own.temperature
     )  # fmt: skip
     return {**batch, "policy": policy}

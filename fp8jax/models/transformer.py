@@ -29,7 +29,7 @@ from fp8jax import params as params_lib
 from fp8jax.models import attention_gqa, invariant, lora, mlp_swiglu, rope, unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
-from fp8jax.ops import cross_entropy, prologue, residuals, row_tiles, stored_params
+from fp8jax.ops import cross_entropy, policy_gradient, prologue, residuals, row_tiles, stored_params
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.cross_entropy import Teacher, cross_entropy_by_source
 from fp8jax.ops.dots import dot
@@ -37,7 +37,6 @@ from fp8jax.ops.linear import SAVED_NAME
 from fp8jax.ops.observe import observed
 from fp8jax.ops.site import Activation
 from fp8jax.params import Param
-from fp8jax.rl import objective
 
 # By name, for ModelConfig.mixers.
 MIXERS: dict[str, Mixer] = {
@@ -256,7 +255,7 @@ def _policy_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConf
   h_BLD = normalised(jax.lax.stop_gradient(x_BLD), of_head, quiet, cfg, run)
   targets_BL = batch["targets_BL"]
   logp_BL, _ = log_probs(h_BLD, of_head, quiet, targets_BL, cfg, run, policy.temperature)
-  terms = objective.of_tokens(policy, logp_BL, batch["weights_BL"])
+  terms = policy_gradient.of_tokens(policy, logp_BL, batch["weights_BL"])
   others["weights_BL"] = terms.weights_BL
   plain = dataclasses.replace(run, is_invariant=False, temperature=policy.temperature)
   surrogate, sums = head_loss(x_BLD, params, sites, others, cfg, plain)

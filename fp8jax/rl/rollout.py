@@ -14,8 +14,8 @@ from fp8jax.errors import UserError
 from fp8jax.evaluation.tasks import Item, Task
 from fp8jax.generation.completion import ERROR, LENGTH, Completion
 from fp8jax.generation.settings import Sampling
-from fp8jax.rl import objective as objective_lib
-from fp8jax.rl.objective import Objective
+from fp8jax.ops import policy_gradient
+from fp8jax.ops.policy_gradient import Objective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +138,10 @@ def laid_out(
     batch[f"{n}_BL"] = np.zeros((rows, length), np.float32)
   if not groups:  # resampling left none for this step
     return batch
-  of_groups = objective_lib.advantages(np.array([g.rewards for g in groups]), objective)
+  of_groups = policy_gradient.advantages(np.array([g.rewards for g in groups]), objective)
   flat = [(g, c) for g in groups for c in g.completions]
   lengths = np.array([len(c.tokens) for _, c in flat])
-  each = objective_lib.token_weights(
+  each = policy_gradient.token_weights(
     np.maximum(lengths, 1), objective, rules.sampling.max_new_tokens
   )
   for row, ((group, completion), weight, a) in enumerate(

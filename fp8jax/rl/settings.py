@@ -4,7 +4,7 @@ import dataclasses
 
 from fp8jax.generation.settings import Sampling
 from fp8jax.keys import key, section
-from fp8jax.rl.objective import OBJECTIVES, Objective
+from fp8jax.ops.policy_gradient import OBJECTIVES, Objective
 from fp8jax.rl.rollout import Rules
 
 

@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 
 from fp8jax.models.mixer import Aux
-from fp8jax.rl import objective
+from fp8jax.ops import policy_gradient
 
 
 def of_aux(aux: Aux, tokens, num_layers: int):
   """Metrics beside the loss: "aux/NAME" of losses, per token and layers added up, and of
   statistics, per token and layer; "distill/cross_entropy" and "distill/kl" per token, "rl/NAME"
-  of rl/objective.py per drawn token; other Aux.sums as they are.
+  of ops/policy_gradient.py per drawn token; other Aux.sums as they are.
 
   Args:
     aux: sums over the tokens of a step, see models/mixer.py.
@@ -24,6 +24,6 @@ def of_aux(aux: Aux, tokens, num_layers: int):
   if (parts := sums.pop("distill", None)) is not None:
     sums |= {"distill/cross_entropy": parts[0] / tokens, "distill/kl": parts[1] / tokens}
   if (parts := sums.pop("policy", None)) is not None:
-    names = (f"rl/{name}" for name in objective.SUMS[1:])
+    names = (f"rl/{name}" for name in policy_gradient.SUMS[1:])
     sums |= dict(zip(names, parts[1:] / jnp.maximum(parts[0], 1), strict=True))
   return {**losses, **statistics, **sums}

@@ -8,8 +8,8 @@ from fp8jax.evaluation import verifiers
 from fp8jax.evaluation.tasks import Item, Task
 from fp8jax.generation.completion import Completion
 from fp8jax.generation.settings import Sampling
+from fp8jax.ops.policy_gradient import OBJECTIVES
 from fp8jax.rl import rollout
-from fp8jax.rl.objective import OBJECTIVES
 
 TASK = Task("sums", (), verifiers.exact, "exact")
 

@@ -12,9 +12,8 @@ import pytest
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig
-from fp8jax.ops import site_tree
-from fp8jax.rl import objective as objective_lib
-from fp8jax.rl.objective import OBJECTIVES, Policy
+from fp8jax.ops import policy_gradient, site_tree
+from fp8jax.ops.policy_gradient import OBJECTIVES, Policy
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 2.0, -1.0], [1.0, 1.0, 1.0, 1.0]])
 LENGTHS = np.array([[3, 5, 1, 4], [2, 2, 6, 3], [1, 4, 4, 2]])
@@ -68,14 +67,14 @@ def loss(name: str, logp, x, cap: float) -> float:
 def test_loss_and_gradient_are_those_of_the_paper(name, cap):
   x, rule = drawn(), dataclasses.replace(OBJECTIVES[name], most_correction=cap)
   flat = {k: v.reshape(-1, LONGEST) for k, v in x.items()}
-  each = objective_lib.token_weights(LENGTHS.ravel(), rule, LONGEST)
+  each = policy_gradient.token_weights(LENGTHS.ravel(), rule, LONGEST)
   is_drawn = np.arange(LONGEST) < LENGTHS.reshape(-1, 1)
-  advantages = np.repeat(objective_lib.advantages(REWARDS, rule).reshape(-1, 1), LONGEST, 1)
+  advantages = np.repeat(policy_gradient.advantages(REWARDS, rule).reshape(-1, 1), LONGEST, 1)
   policy = Policy(
     advantages, flat["old"], flat["rollout"], flat["reference"] if rule.kl else None, rule
   )
   with jax.enable_x64(True):
-    terms = jax.jit(objective_lib.of_tokens)(policy, flat["logp"], is_drawn * each[:, None])
+    terms = jax.jit(policy_gradient.of_tokens)(policy, flat["logp"], is_drawn * each[:, None])
   want = loss(name, x["logp"], x, cap)
   np.testing.assert_allclose(terms.loss, want, rtol=1e-12)
   gradient = np.zeros_like(x["logp"])
@@ -85,7 +84,7 @@ def test_loss_and_gradient_are_those_of_the_paper(name, cap):
     down[at] -= 1e-6
     gradient[at] = (loss(name, up, x, cap) - loss(name, down, x, cap)) / 2e-6
   np.testing.assert_allclose(-terms.weights_BL.reshape(gradient.shape), gradient, atol=1e-8)
-  sums = dict(zip(objective_lib.SUMS, np.asarray(terms.sums), strict=True))
+  sums = dict(zip(policy_gradient.SUMS, np.asarray(terms.sums), strict=True))
   assert sums["tokens"] == LENGTHS.sum() and 0 < sums["clipped"] < LENGTHS.sum()
   assert (sums["truncated"] > 0) == bool(cap)
 
@@ -93,15 +92,15 @@ def test_loss_and_gradient_are_those_of_the_paper(name, cap):
 def test_on_policy_the_gradient_is_the_advantage():
   x, rule = drawn(), OBJECTIVES["dr_grpo"]
   old = x["old"].reshape(-1, LONGEST).astype(np.float32)
-  a = np.repeat(objective_lib.advantages(REWARDS, rule).reshape(-1, 1), LONGEST, 1)
-  terms = objective_lib.of_tokens(Policy(a, old, old, None, rule), old, np.ones_like(old))
+  a = np.repeat(policy_gradient.advantages(REWARDS, rule).reshape(-1, 1), LONGEST, 1)
+  terms = policy_gradient.of_tokens(Policy(a, old, old, None, rule), old, np.ones_like(old))
   np.testing.assert_array_equal(terms.weights_BL, a.astype(np.float32))
   assert np.asarray(terms.sums)[1:].tolist() == [0.0] * 5
 
 
 def test_a_group_of_equal_rewards_says_nothing():
   for rule in OBJECTIVES.values():
-    assert not objective_lib.advantages(np.full((2, 3), 0.7), rule).any()
+    assert not policy_gradient.advantages(np.full((2, 3), 0.7), rule).any()
 
 
 # --- the model's loss ----------------------------------------------------------------------------
@@ -139,7 +138,7 @@ def test_the_models_loss_and_gradient_are_those_of_the_objective(is_invariant):
     logits = transformer.logits(params, sites, batch, CFG, plain) / 0.7
     logp = jax.nn.log_softmax(logits)
     logp = jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
-    return objective_lib.of_tokens(policy, logp, weights).loss
+    return policy_gradient.of_tokens(policy, logp, weights).loss
 
   (value, sums), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
   want, gradient_wanted = jax.jit(jax.value_and_grad(oracle))(params)
