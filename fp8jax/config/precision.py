@@ -130,7 +130,7 @@ def check_smooth(c: Any, model: model_config.ModelConfig | None, problems: Confi
 
 
 def invariant_problems(spec: Any) -> list[str]:
-  """What precision.invariant cannot promise to a TrainSpec, each with the reason."""
+  """The reasons why a TrainSpec cannot keep precision.invariant, in words; empty without any."""
   if not spec.run.is_invariant:
     return []
   wanted = (
