@@ -36,16 +36,8 @@ RINGS = {
   "library": ("", "recipe", "quantization", "kernels", "ops", "optim", "integrations"),
   "trainer": ("models", "data", "phases", "step", "config", "compiled", "run"),
   "lab": (
-    "generation",
-    "evaluation",
-    "export",
-    "sensitivity",
-    "search",
-    "report",
-    "sweeps",
-    "ptq",
-    "rl",
-  ),
+    "generation", "evaluation", "export", "sensitivity", "search", "report", "sweeps", "ptq", "rl",
+  ),  # fmt: skip
   "launcher": ("jobs",),
 }
 # Say the noun instead; `spec`, snapshot, firing, again are the field's.
