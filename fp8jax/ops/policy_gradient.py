@@ -7,7 +7,7 @@ and optimizers are then those of all training.
 
 Sources: GRPO: DeepSeekMath (arXiv:2402.03300 §4.1); DAPO: arXiv:2503.14476 §3; Dr. GRPO:
 arXiv:2503.20783 §3.2; truncated importance sampling between rollout and training: Yao et al. 2025,
-as InfiR2's scripts have it (slime). Letters: P prompts, J completions of a prompt (a group).
+as InfiR2's scripts have it (slime). P is a prompt, J is a completion of its group.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ OBJECTIVES = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """What a batch of completions has beside tokens, targets and weights (`token_weights`).
+  """A batch of completions, beside its tokens, targets and weights (`token_weights`).
 
   Attributes:
     advantages_BL: float32, of the completion that a target belongs to.
