@@ -88,7 +88,7 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
 
 def _reference_problems(spec: TrainSpec) -> list[str]:
   own, init = spec.of(RL), spec.init
-  if not own.objective.kl:
+  if not own.objective.kl > 0:
     return []
   if own.reference:
     try:

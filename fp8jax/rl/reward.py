@@ -55,7 +55,7 @@ class OfFunction:
     if not callable(call):
       raise UserError(f"rl.reward={name!r}: {place} has no function {function!r}; {FORM}")
     self._name, self._call = name, call
-    self.fingerprint = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16]
+    self.fingerprint = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16] if path else ""
 
   def __call__(self, answers: Sequence[Answer]) -> list[float]:
     """
@@ -85,7 +85,7 @@ def checked(value: Any, where: str, output: str) -> float:
   """
   try:
     number = float(value)
-  except (TypeError, ValueError):
+  except (TypeError, ValueError, OverflowError):
     number = math.nan
   if not math.isfinite(number):
     raise UserError(
