@@ -49,6 +49,7 @@ EXTRAS_OF_FILES = {
     "report/compare_charts.py",
     "report/exponent_charts.py",
     "report/run_report.py",
+    "rl/page.py",
     "sensitivity/page.py",
   ),
   "lm_eval": ("evaluation/lm_eval.py",),

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import json
 import math
 import os
 import time
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 
 from fp8jax import console as console_lib
-from fp8jax import statistics
+from fp8jax import records, statistics
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.evaluation import catalog, tasks
@@ -29,14 +28,12 @@ from fp8jax.models import lora, transformer
 from fp8jax.models.hf import same_model
 from fp8jax.ops import policy_gradient
 from fp8jax.phases import policy
-from fp8jax.records import make_folder
 from fp8jax.rl import reward, rollout
 from fp8jax.rl.settings import RL
 from fp8jax.run import evaluator
 from fp8jax.step import distillation
 from fp8jax.step.train_spec import TrainSpec
 
-FOLDER = "rollouts"
 _OF_POLICY = ("advantages", "old", "rollout", "reference")
 
 
@@ -179,7 +176,7 @@ class RLState(run_state.RunState):
       reference: parameters of the reference, as a teacher's (step/distillation.py); None without.
     """
     super().__init__(policies, table, batches, *args, **options)
-    self._own, self._folder = self.spec.of(RL), os.path.join(workdir, FOLDER)
+    self._own, self._folder = self.spec.of(RL), os.path.join(workdir, rollout.FOLDER)
     self._workdir, self._judge, self._reference = workdir, judge, reference
     self._update: tuple[int, list[dict[str, np.ndarray]]] = (-1, [])
     self._generator: api.Generator | None = None
@@ -276,14 +273,12 @@ class RLState(run_state.RunState):
 
   def _keep(self, path: str, parts, groups: list[rollout.Group]):
     """Writes a rollout's arrays, from which a run goes on within it, and its texts to read."""
-    make_folder(self._folder, "--workdir")
+    records.make_folder(self._folder, "--workdir")
     flat = {f"{n}/{k}": x for n, part in enumerate(parts) for k, x in part.items()}
-    with open(f"{path}.tmp", "wb") as f:
+    with records.replacing(f"{path}.npz") as part, open(part, "wb") as f:
       np.savez_compressed(f, **flat)
-    os.replace(f"{path}.tmp", f"{path}.npz")
-    with open(f"{path}.jsonl", "w", encoding="utf-8", errors="surrogatepass") as f:
-      for group in groups:
-        f.write(json.dumps(rollout.as_row(group), ensure_ascii=False) + "\n")
+    with records.replacing(f"{path}.jsonl") as part, open(part, "w") as f:
+      f.writelines(records.to_json(rollout.as_row(group), None) + "\n" for group in groups)
 
 
 def _logp(spec: TrainSpec, t: float, params, sites, part, is_base: bool = False) -> np.ndarray:

@@ -55,7 +55,9 @@ class OfFunction:
     if not callable(call):
       raise UserError(f"rl.reward={name!r}: {place} has no function {function!r}; {FORM}")
     self._name, self._call = name, call
-    self.fingerprint = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16] if path else ""
+    self.fingerprint = (
+      hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16] if path else ""
+    )
 
   def __call__(self, answers: Sequence[Answer]) -> list[float]:
     """

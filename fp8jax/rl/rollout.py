@@ -6,7 +6,7 @@ each.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from fp8jax.generation.completion import ERROR, LENGTH, Completion
 from fp8jax.ops import policy_gradient
 from fp8jax.ops.policy_gradient import Objective
 from fp8jax.rl.settings import Rules
+
+FOLDER = "rollouts"  # of a workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +106,25 @@ def collect(
   return kept, dropped
 
 
-def as_row(group: Group) -> dict[str, Any]:
-  """A group as JSON values: its question, prompt and answer, and the completions with rewards."""
+class Sample(TypedDict):
+  text: str
+  reward: float
+  tokens: int
+  finish_reason: str
+
+
+class Row(TypedDict):
+  """A group as a line of WORKDIR/rollouts/NNNNNN.jsonl."""
+
+  task: str
+  item: str
+  question: str
+  answer: str
+  completions: list[Sample]
+
+
+def as_row(group: Group) -> Row:
+  """A group as JSON values."""
   task, item = group.question.task, group.question.item
   return {
     "task": task.name, "item": item.name, "question": task.user_text(item), "answer": item.answer,
