@@ -41,6 +41,8 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   """The problems of a run's rl section with the rest, in words."""
   own, g = spec.of(RL), spec.of(Generate)
   texts = [*checks.accuracy_problems(spec), *_reference_problems(spec)]
+  if own.rollout:
+    texts += checks.recipe_problems(spec, "rl.rollout", (own.rollout,))
   if not 0 <= own.objective.kl < math.inf:
     texts.append(f"rl.kl={own.objective.kl} must be 0, no reference, or positive and finite")
   low, high = own.objective.clip_low, own.objective.clip_high
@@ -226,7 +228,9 @@ class RLState(run_state.RunState):
     )
     phase = spec.phase(step)
     sites = evaluator.sites_of(spec, None, state.scaling_states, phase)
-    drawing = evaluator.sites_of(spec, own.rollout or None, state.scaling_states, phase)
+    drawing = sites
+    if own.rollout:
+      drawing = evaluator.sites_of(spec.with_recipe(own.rollout), None, {})
     if self._generator is None:
       self._generator = generator_lib.make(spec, self._workdir, state.params, drawing)
     else:

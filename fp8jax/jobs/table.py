@@ -164,7 +164,7 @@ JOBS = {
   "rl": Job(
     rl.run,
     Needs(
-      (Tasks, Generate, RL), checks.evaluation_problems, rl.problems_of_spec, has_steps=True,
+      (Tasks, Generate, RL), checks.rl_problems, rl.problems_of_spec, has_steps=True,
       has_calibration=True,
     ),
   ),

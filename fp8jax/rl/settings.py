@@ -59,8 +59,9 @@ class RL:
   reward: str = key("", 'Function (item, output) -> number in the place of the tasks\' verifiers, '
     '"rewards.py:NAME" or "package.module:NAME"; item has question, answer and data. A resumed run '
     "refuses another file.")
-  most_correction: float = key(2.0, "Truncated importance sampling where `rollout` is another "
-    "recipe: a token counts min(exp(old - rollout), this) times; 0 leaves the correction out.",
+  most_correction: float = key(2.0, "Truncated importance sampling: a token counts min(exp(old - "
+    "rollout), this) times, by its log-probabilities in training and in the rollout, which are the "
+    "same bits under precision.invariant; 0 leaves the correction out.",
     least=0)
   rollout: str = key("", 'recipe of the layers that draws; "": that of training')
   max_resampling: int = key(8, "dapo: further rounds of questions in place of groups whose rewards "
@@ -73,8 +74,8 @@ class RL:
     """The rule, with the keys that replace its own numbers."""
     own = {"clip_low": self.clip_low, "clip_high": self.clip_high, "kl": self.kl}
     own = {k: v for k, v in own.items() if v is not None}
-    cap = self.most_correction if self.rollout else 0.0
-    return dataclasses.replace(OBJECTIVES[self.loss], most_correction=cap, **own)
+    own["most_correction"] = self.most_correction
+    return dataclasses.replace(OBJECTIVES[self.loss], **own)
 
   @property
   def rules(self) -> Rules:

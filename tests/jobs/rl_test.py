@@ -108,8 +108,7 @@ def test_a_step_learns_from_its_part_and_a_run_goes_on_within_a_rollout(
 def refused(questions, **changes):
   with pytest.raises(ConfigError) as e:
     harness.text_spec("bf16", job="rl", **RL | questions | changes)
-  (problem,) = e.value.problems
-  return problem
+  return "\n".join(e.value.problems)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +126,16 @@ def refused(questions, **changes):
     ({"rl.kl": None}, r"rl.kl=0.04 .*without a reference: weights are drawn at random"),
     ({"rl.kl": -0.1}, "rl.kl=-0.1 must be 0, no reference, or positive"),
     ({"rl.clip_low": 1.5}, "rl.clip_low=1.5 must be from 0 to 1"),
+    ({"rl.rollout": "block_129"}, "rl.rollout: .*did you mean 'block_128'"),
+    ({"rl.rollout": "tensor_delayed"}, "rl.rollout: 'tensor_delayed' has delayed or static scales"),
+    (
+      {"rl.rollout": "rowwise", "model.lora.rank": 4},
+      "rl.rollout: layers/attn/q has recipe 'rowwise' and model.lora.base='block_fp8'",
+    ),
+    (
+      {"rl.rollout": "tensor_current", "precision.invariant": True},
+      "rl.rollout: precision.invariant=True with recipe 'tensor_current'",
+    ),
     ({"rl.overlong": 5}, "rl.overlong=5 must be below rl.max_new_tokens=5"),
     (
       {
@@ -157,3 +166,41 @@ def test_a_reward_that_raises_stops_the_run_with_its_question(questions, tmp_pat
 
 def test_losses_state_their_numbers():
   assert OBJECTIVES["dapo"].clip_high == 0.28 and OBJECTIVES["grpo"].kl == 0.04
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 4])
+def test_an_objective_is_that_of_the_stored_arrays(tmp_path, questions, lora, monkeypatch):
+  """Reference, correction, clip-higher and resampling together; from another run's weights."""
+  harness.train_on_text(tmp_path / "before", "bf16", steps=3)
+  changes = {
+    "init.workdir": str(tmp_path / "before"), "init.weights_only": True, "rl.kl": 0.5,
+    "rl.rollout": "rowwise", "rl.loss": "dapo", "rl.most_correction": 1.02, "model.lora.rank": lora,
+    "model.lora.base": "float32",
+  }  # fmt: skip
+  monkeypatch.setattr(preemption.Interrupts, "requested", lambda _, step: step >= 3)
+  run(tmp_path / "w", questions, **changes)
+  found = rows(tmp_path / "w")
+  assert found[1]["rl/kl_to_reference"] < 1e-9 < found[3]["rl/kl_to_reference"]
+  for cycle in range(2):
+    part, row = parts(tmp_path / "w", cycle)[0], found[2 * cycle + 1]
+    drawn, apart = part["weights"] > 0, part["reference"] - part["old"]
+    gap = part["old"] - part["rollout"]
+    correction = np.minimum(np.exp(gap), 1.02)
+    k3 = np.expm1(apart) - apart
+    loss = (part["weights"] * (0.5 * k3 - correction * part["advantages"])).sum()
+    assert row["loss"] == pytest.approx(loss, abs=2e-6)
+    assert (
+      row["rl/mismatch"] == pytest.approx(np.abs(gap)[drawn].mean(), rel=1e-3)
+      and row["rl/mismatch"] > 1e-4
+    )
+    assert row["rl/truncated"] == pytest.approx((np.exp(gap) > 1.02)[drawn].mean(), abs=0.02)
+    assert row["rl/kl_to_reference"] == pytest.approx(k3[drawn].mean(), rel=1e-2, abs=1e-9)
+    # One mean over all tokens of the step.
+    assert np.ptp(part["weights"][drawn]) < 1e-9
+    np.testing.assert_allclose(part["weights"].sum(), 1, rtol=1e-6)
+  if not lora:
+    monkeypatch.undo()
+    harness.train_on_text(tmp_path / "other", "bf16", steps=4)
+    with pytest.raises((ConfigError, UserError), match="rl.reference"):
+      run(tmp_path / "w", questions, **changes | {"init.workdir": str(tmp_path / "other")})
