@@ -23,6 +23,16 @@ from fp8jax.search.settings import Search
 from fp8jax.step.train_spec import TrainSpec
 
 
+def train_problems(c: Any) -> list[str]:
+  """The problems of sections that --job=train does not read, in words."""
+  if not c.rl.tasks:
+    return []
+  return [
+    f"rl.tasks={c.rl.tasks!r} is read by --job=rl, and --job=train would learn data.sources; give "
+    "--job=rl, or set rl.tasks=''"
+  ]
+
+
 def calibrate_problems(c: Any) -> list[str]:
   """The problems of a config's calibrate section, in words."""
   collected, method, percent = ConfigErrors(), c.calibrate.method, c.calibrate.percentile

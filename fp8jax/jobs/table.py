@@ -115,7 +115,10 @@ def _always(c: Config) -> bool:
 
 JOBS = {
   "train": Job(
-    train.run, dataclasses.replace(TRAINING, problems_of_spec=checks.accuracy_problems)
+    train.run,
+    dataclasses.replace(
+      TRAINING, problems=checks.train_problems, problems_of_spec=checks.accuracy_problems
+    ),
   ),
   "evaluate": Job(
     evaluate.run,

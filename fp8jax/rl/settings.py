@@ -29,7 +29,7 @@ class Rules:
 
 # A table: a key a row, its meaning beside it.
 # fmt: off
-@section("rl", mapped=True)
+@section("rl")
 class RL:
   """--job=rl: reinforcement learning from verified answers. An update draws `samples` completions
   of `prompts` questions with the present parameters, and takes `updates_per_rollout` steps on them.
