@@ -107,6 +107,8 @@ def collect(
 
 
 class Sample(TypedDict):
+  """A completion of a `Row`."""
+
   text: str
   reward: float
   tokens: int
