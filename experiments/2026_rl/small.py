@@ -33,7 +33,7 @@ from fp8jax.evaluation import store  # noqa: E402
 from fp8jax.jobs import dispatch  # noqa: E402
 from fp8jax.run import metrics_writer, provenance  # noqa: E402
 
-SEEDS, STEPS, START, MARGIN = (0, 1, 2), 60, 384, 5.0
+SEEDS, STEPS, START, MARGIN = (0, 1, 2), 60, 576, 5.0
 EXAMPLES, LEARNED, HELD_OUT = 6_000, 2_000, 400
 BASELINE, NULL = "bf16", "bf16, one ulp away"
 # Arm -> (recipe of training, changes).
