@@ -19,6 +19,8 @@ from fp8jax.config import resolve as resolve_lib
 from fp8jax.config.needs import TRAINING, Needs
 from fp8jax.errors import UserError
 from fp8jax.kernels import choose
+from fp8jax.ops.policy_gradient import Policy
+from fp8jax.rl.settings import RL
 from fp8jax.step import train_spec, train_step
 
 # What XLA knows of a GPU: device descriptions, and compute capability x 10.
@@ -77,7 +79,11 @@ def _devices(name: str, count: int):
 
 
 def lower(spec: train_spec.TrainSpec, devices, change=lambda sites: sites):
-  """The train step, lowered for them; `change` changes the sites it is called with."""
+  """The train step, of --job=rl with rl.tasks, lowered for them.
+
+  Args:
+    change: of the sites that it is called with.
+  """
   layout, times = spec.run.layout, spec.grad_accum_steps
   lead = () if times == 1 else (times,)
   rows = everywhere = SingleDeviceSharding(devices[0])
@@ -93,7 +99,11 @@ def lower(spec: train_spec.TrainSpec, devices, change=lambda sites: sites):
   names += ["sources_BL"] if spec.data.tells_sources else []
   shape = (*lead, spec.microbatch, spec.data.seq_len)
   batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for name in names}
-  batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+  real = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+  batch["weights_BL"] = real
+  if (own := spec.sections.get(RL)) and own.tasks:
+    reference = real if own.objective.kl else None
+    batch["policy"] = Policy(real, real, real, reference, own.objective, own.temperature)
   # The second step's: what scales are made from has been seen.
   state = train_step.abstract_state(spec, 1)
   state = jax.tree.map(lambda x: put(x, x.sharding or everywhere), state)

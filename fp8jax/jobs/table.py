@@ -183,7 +183,7 @@ JOBS = {
     calibrate.run, Needs((Calibrate,), checks.calibrate_problems, of_weights=True), option="out"
   ),
   "diagnose": Job(diagnose.run),
-  "memory": Job(memory.run, Needs(), _program, "topology", is_for_resolve=True),
+  "memory": Job(memory.run, Needs((Generate, RL)), _program, "topology", is_for_resolve=True),
   "plan_inference": Job(
     plan_inference.run,
     Needs((Generate, PlanInference), checks.plan_inference_problems, is_served=_always, batches=()),

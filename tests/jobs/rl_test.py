@@ -169,6 +169,22 @@ def test_losses_state_their_numbers():
 
 
 @pytest.mark.slow
+def test_an_invariant_run_learns_from_the_probabilities_that_it_drew_with(tmp_path, questions):
+  """To the bit, also after updates: the sampler's codes are those of the next forward pass."""
+  changes = {"precision.invariant": True, "memory.remat_policy": "full", "steps": 6}
+  run(tmp_path, questions, "block_128", **changes)
+  found = rows(tmp_path)
+  assert all(found[step]["rl/mismatch"] == 0 for step in range(1, 7))
+  assert (
+    all(found[step]["rl/kl_to_old"] == 0 for step in (1, 3, 5)) and found[6]["rl/kl_to_old"] > 0
+  )
+  for cycle in range(3):
+    for part in parts(tmp_path, cycle):
+      drawn = part["weights"] > 0
+      np.testing.assert_array_equal(part["old"][drawn], part["rollout"][drawn])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 4])
 def test_an_objective_is_that_of_the_stored_arrays(tmp_path, questions, lora, monkeypatch):
   """Reference, correction, clip-higher and resampling together; from another run's weights."""
