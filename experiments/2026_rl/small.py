@@ -41,7 +41,9 @@ ARMS: dict[str, tuple[str, dict]] = {
   BASELINE: ("bf16", {}),
   NULL: ("bf16", {"init.nudge": True}),
   "block_128": ("block_128", {}),
-  "block_128, invariant": ("block_128", {"precision.invariant": True}),
+  "block_128, invariant": (
+    "block_128", {"precision.invariant": True, "memory.remat_policy": "full"}
+  ),
   "bf16, rollout block_128, corrected": ("bf16", {"rl.rollout": "block_128"}),
   "bf16, rollout block_128, not corrected": (
     "bf16", {"rl.rollout": "block_128", "rl.most_correction": 0.0}

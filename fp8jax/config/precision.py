@@ -7,8 +7,10 @@ from typing import Any
 from fp8jax import axes, patterns
 from fp8jax.errors import ConfigErrors
 from fp8jax.kernels.device import Device
+from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import config as model_config
 from fp8jax.models import lora, transformer
+from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.phases.schedule import Phase, Precision, Rules
 from fp8jax.quantization import stored_matrix
@@ -152,8 +154,8 @@ def invariant_problems(spec: Any) -> list[str]:
     )
   if spec.device.platform != "cpu":
     texts.append(
-      f"a {spec.device.platform.upper()}: cuBLASLt, cuDNN and Triton's reductions choose how to "
-      "sum by the size of what they are given; run on a CPU, or set precision.invariant=False"
+      f"a {spec.device.platform.upper()}, where these choose how to sum by the size of what they "
+      f"are given: {'; '.join(_of_libraries(spec))}. Run on a CPU, or set precision.invariant=False"
     )
   layout = spec.run.layout
   split = sorted({a for letter in "LHGKDFV" for a in layout.act_axes(letter)})
@@ -171,6 +173,19 @@ def invariant_problems(spec: Any) -> list[str]:
       f"recipe {name!r}: {why}" for why in by_token.problems(rules_lib.recipe_by_name(name))
     )
   return [f"precision.invariant=True with {text}" for text in dict.fromkeys(texts)]
+
+
+def _of_libraries(spec: Any) -> list[str]:
+  """The forward passes of a program for a GPU that no kernel of ours computes, by library."""
+  by = {"cuBLASLt": [], "XLA": []}
+  for name, site in site_lib.flatten(spec.sites()).items():
+    if (backend := site.backends[0]) not in ("mosaic_sm90", *gemm_api.EMULATED):
+      by["XLA" if backend == "reference" else "cuBLASLt"].append(name)
+  kind = spec.run.attention
+  attention = "cuDNN" if kind == "cudnn" else "XLA" if kind == "xla" else f"kernels of {kind}"
+  by.setdefault(attention, []).append("attention")
+  by["reductions of XLA's Triton"] = ["norms", "log-softmax"]
+  return [f"{library} ({', '.join(names)})" for library, names in by.items() if names]
 
 
 def _rules(key: str, stated) -> Rules:

@@ -128,6 +128,28 @@ def test_kernel_is_exact_however_the_work_is_cut_up(rng, name, dtype, config):
   np.testing.assert_array_equal(got, jnp.asarray(want, dtype))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name, dtype", PRODUCTS)
+def test_an_element_has_the_same_bits_however_the_work_is_cut_up(rng, name, dtype):
+  """Of numbers whose sum depends on its order: also of fewer rows and columns."""
+  m, n, k = kernel_cases.LARGE
+  normal = lambda rng, *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+  a, b, narrow_a, narrow_b = _operands(rng, GEMMS[name], m, n, k, normal)
+  wide = jnp.float32
+  results = []
+  for config in kernel_cases.CONFIGS:
+    if tile_config.smem_bytes(config, wide) > tile_config.SMEM_BYTES:
+      config = dataclasses.replace(config, stages=config.stages - 1)
+    results.append(mosaic_sm90_lib.matmul(narrow_a, narrow_b, out_dtype=wide, config=config))
+  want = narrow_a.dequantize() @ narrow_b.dequantize().T
+  assert (np.asarray(want) != results[0]).any()  # in another order it is another number
+  for result in results[1:]:
+    np.testing.assert_array_equal(result, results[0])
+  few = quantize.quantize(a[:137], GEMMS[name].lhs)
+  got = mosaic_sm90_lib.matmul(few, narrow_b, out_dtype=wide)
+  np.testing.assert_array_equal(got, results[0][:137])
+
+
 @pytest.mark.parametrize("shards, config", [(4, None), (2, Config(stages=3, cluster_m=2))], ids=str)
 def test_kernel_reads_a_gathered_b_shard_by_shard(rng, shards, config):
   m, n, k = 136, 136, 512
