@@ -1,0 +1,53 @@
+"""The head of a model: logits [D, V], or the score [D, 1] of a text (ModelConfig.reward_head).
+
+A score is trained on pairs, rows 2i and 2i + 1 of a batch, of which the first is preferred. Scores
+are log-odds up to a constant: P(first preferred) = sigmoid(s_2i - s_2i+1).
+
+Source: the Bradley-Terry loss of Ouyang et al. 2022 (arXiv:2203.02155 §3.5).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.models.config import ModelConfig
+from fp8jax.params import Param
+
+# Names of `bradley_terry`'s sums over pairs.
+SUMS = ("pairs", "accuracy", "margin")
+
+
+def declared(cfg: ModelConfig) -> Param:
+  """The head; beside adapters that of logits is frozen."""
+  letters, is_trainable = "DC" if cfg.reward_head else "DV", cfg.reward_head or cfg.lora is None
+  return Param(letters, std=cfg.init_std, inputs=1, trainable=is_trainable)
+
+
+def equation(cfg: ModelConfig) -> str:
+  """Einsum of the head; a tied one multiplies by the embedding."""
+  if cfg.reward_head:
+    return "BLD,DC->BLC"
+  return "BLD,VD->BLV" if cfg.tie_embeddings else "BLD,DV->BLV"
+
+
+def weighted(x_BLD, weights_BL):
+  """[B, 1, D]: of every row the token that has a weight, 0 of a row without any.
+
+  A sum with zeros, which is exact, and which a mesh splits as it splits rows.
+  """
+  return jnp.sum(jnp.where(weights_BL[..., None] > 0, x_BLD, 0), axis=1, keepdims=True)
+
+
+def bradley_terry(scores_B, weights_B):
+  """(sum over pairs of weight * softplus(s_2i+1 - s_2i), float32 [SUMS] of the pairs).
+
+  A pair's weight is that of both rows together; of weight 0 it does not count. Equal scores are
+  half right.
+
+  Args:
+    scores_B: float32, of an even number of rows.
+    weights_B: float32, of rows.
+  """
+  gap_P, weight_P = -jnp.diff(scores_B.reshape(-1, 2))[:, 0], weights_B.reshape(-1, 2).sum(1)
+  counts_P, right_P = weight_P > 0, 0.5 * (1 + jnp.sign(gap_P))
+  sums = [jnp.sum(jnp.where(counts_P, x, 0.0)) for x in (jnp.ones_like(gap_P), right_P, gap_P)]
+  return jnp.sum(jnp.where(counts_P, weight_P * jax.nn.softplus(-gap_P), 0.0)), jnp.stack(sums)
