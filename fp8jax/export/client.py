@@ -63,8 +63,10 @@ model = getattr(transformers, auto).from_pretrained(folder, **how).eval()
 def predicted(row):
   if not scores:
     return model(row, use_cache=False).logits[0].float().numpy()
-  score = model.score(model.model(row, use_cache=False)[0])[0].float().numpy()
-  return numpy.concatenate([score, 0 * score], -1)  # of the head alone: of every token
+  # Of every token, not the last alone; by the whole model, whose hooks decompress.
+  h = model(row, use_cache=False, output_hidden_states=True).hidden_states[-1]
+  score = model.score(h)[0].float().numpy()
+  return numpy.concatenate([score, 0 * score], -1)
 rows, made = numpy.load(tokens), []
 with torch.no_grad():
   if narrow:

@@ -47,7 +47,8 @@ def bradley_terry(scores_B, weights_B):
     scores_B: float32, of an even number of rows.
     weights_B: float32, of rows.
   """
-  gap_P, weight_P = -jnp.diff(scores_B.reshape(-1, 2))[:, 0], weights_B.reshape(-1, 2).sum(1)
-  counts_P, right_P = weight_P > 0, 0.5 * (1 + jnp.sign(gap_P))
-  sums = [jnp.sum(jnp.where(counts_P, x, 0.0)) for x in (jnp.ones_like(gap_P), right_P, gap_P)]
-  return jnp.sum(jnp.where(counts_P, weight_P * jax.nn.softplus(-gap_P), 0.0)), jnp.stack(sums)
+  scores_P2, weight_P = scores_B.reshape(-1, 2), weights_B.reshape(-1, 2).sum(1)
+  gap_P = jnp.where(weight_P > 0, scores_P2[:, 0] - scores_P2[:, 1], 0.0)
+  right_P = jnp.where(weight_P > 0, 0.5 * (1 + jnp.sign(gap_P)), 0.0)
+  sums = jnp.stack([jnp.sum(x) for x in (jnp.float32(weight_P > 0), right_P, gap_P)])
+  return jnp.sum(weight_P * jax.nn.softplus(-gap_P)), sums
