@@ -376,4 +376,5 @@ def _write_card(
     "Configuration that differs from configs/base.py": source.changed or "nothing",
     "Export": {k: here[k] for k in ("commit", "dirty", "versions", "time")},
   }
-  publish.write_card(part, os.path.basename(os.path.abspath(target)), facts, base)
+  name = os.path.basename(os.path.abspath(target))
+  publish.write_card(part, name, facts, base, spec.model.reward_head)

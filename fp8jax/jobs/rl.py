@@ -17,13 +17,13 @@ from fp8jax.evaluation import catalog, tasks
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation import api
 from fp8jax.generation.settings import Generate
-from fp8jax.jobs import evaluate_tasks, run_state, train
+from fp8jax.jobs import evaluate_tasks, rl_reward, run_state, train
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.models import transformer
 from fp8jax.ops import policy_gradient
 from fp8jax.records import make_folder
-from fp8jax.rl import rollout
-from fp8jax.rl.settings import RL
+from fp8jax.rl import reward_model, rollout
+from fp8jax.rl.settings import REWARD, RL
 from fp8jax.run import evaluator
 from fp8jax.step.train_spec import TrainSpec
 
@@ -34,6 +34,12 @@ _OF_POLICY = ("advantages", "old", "rollout")
 def problems_of_spec(spec: TrainSpec) -> list[str]:
   """The problems of a run's rl section with the rest, in words."""
   own, texts = spec.of(RL), []
+  if own.loss == REWARD:
+    return rl_reward.problems_of_spec(spec)
+  if spec.model.reward_head:
+    texts.append(f"rl.loss={own.loss!r} with a reward head, which draws no text; set 'reward'")
+  if own.reward_model:
+    texts += reward_model.problems(own.reward_model, spec)
   if not own.tasks:
     texts.append("rl.tasks='' names no question to learn from; see eval.tasks for what there is")
   if own.prompts % own.updates_per_rollout:
@@ -121,11 +127,12 @@ def questions(spec: TrainSpec) -> list[rollout.Question]:
 class RLState(run_state.RunState):
   """The state of a run that learns from its own completions."""
 
-  def __init__(self, workdir: str, policies, table, batches: Questions, *args, **options):
+  def __init__(self, workdir: str, judge, policies, table, batches: Questions, *args, **options):
     super().__init__(policies, table, batches, *args, **options)
     self._own, self._folder = self.spec.of(RL), os.path.join(workdir, FOLDER)
     self._workdir, self._update = workdir, (-1, [])
     self._generator: api.Generator | None = None
+    self._judge = judge
     self.values: dict[str, float] = {}
 
   def next_batch(self, state, step: int):
@@ -174,7 +181,9 @@ class RLState(run_state.RunState):
       self._generator = generator_lib.make(spec, self._workdir, state.params, drawing)
     else:
       self._generator.take(state.params, drawing)
-    made = rollout.collect(self.batches, self._generator.generate, rules, own.objective)
+    made = rollout.collect(
+      self.batches, self._generator.generate, rules, own.objective, self._judge
+    )
     self._generator.release()
     groups, dropped = made
     each = own.prompts // own.updates_per_rollout
@@ -221,9 +230,14 @@ def _score(params, sites, batch, *, cfg, run, t):
 
 def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
   """Learns, or resumes; as train.run."""
+  own = spec.of(RL)
+  if own.loss == REWARD:
+    return rl_reward.run(spec, workdir)
   found = questions(spec)
+  judge = reward_model.RewardModel(own.reward_model, spec) if own.reward_model else None
   text = "|".join(f"{q.task.fingerprint} {q.item.name}" for q in found)
+  text += f"|{judge.fingerprint}" if judge else ""
   prompts = hashlib.sha256(text.encode()).hexdigest()[:16]
-  make = functools.partial(RLState, workdir)
+  make = functools.partial(RLState, workdir, judge)
   feed = train.Feed(prompts, lambda spec: Questions(spec, found))
   return train.run(spec, workdir, make_state=make, feed=feed)

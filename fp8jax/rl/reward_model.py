@@ -16,14 +16,13 @@ from fp8jax import params as params_lib
 from fp8jax.config import layout as layout_checks
 from fp8jax.data.tokenize import BYTES
 from fp8jax.errors import UserError
-from fp8jax.generation.completion import Completion
 from fp8jax.generation.settings import Generate
 from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, heads, transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site_tree
-from fp8jax.rl.rollout import Question
+from fp8jax.rl.rollout import Answer
 from fp8jax.step import distillation
 from fp8jax.step.train_spec import TrainSpec
 
@@ -92,7 +91,7 @@ class RewardModel:
     declared = transformer.site_params(self._cfg)
     self._sites = site_tree.build_sites(declared, self._cfg.dims, _RULES, run.layout)
 
-  def __call__(self, answers: Sequence[tuple[Question, Completion]]) -> list[float]:
+  def __call__(self, answers: Sequence[Answer]) -> list[float]:
     """
     Raises:
       UserError: a score is not finite; names the question.

@@ -32,6 +32,11 @@ class Question:
   prompt: tuple[int, ...]
 
 
+Answer = tuple[Question, Completion]
+# The reward of every answer.
+Judge = Callable[[Sequence[Answer]], Sequence[float]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
   """The completions of a question and their rewards."""
@@ -88,13 +93,14 @@ def _penalty(completion: Completion, rules: Rules) -> float:
 
 def collect(
   questions: Iterator[Question], generate: Callable[..., Sequence[Sequence[Completion]]],
-  rules: Rules, objective: Objective,
+  rules: Rules, objective: Objective, judge: Judge | None = None,
 ) -> tuple[list[Group], int]:  # fmt: skip
   """(P groups, or as many as `rounds` left; groups of equal rewards that made way).
 
   Args:
     questions: without end.
     generate: (prompts, sampling, samples) -> completions of every prompt, see api.Generator.
+    judge: gives rewards; None: the tasks' verifiers.
 
   Raises:
     UserError: all groups had equal rewards, from which nothing can be learned.
@@ -103,8 +109,13 @@ def collect(
   for _ in range(rules.rounds):
     asked = [next(questions) for _ in range(rules.prompts - len(kept))]
     drawn = generate([q.prompt for q in asked], rules.sampling, rules.samples)
+    answers = [(q, c) for q, completions in zip(asked, drawn, strict=True) for c in completions]
+    scores = iter(judge(answers) if judge else ())
     for question, completions in zip(asked, drawn, strict=True):
-      rewards = tuple(reward(question, c, rules) for c in completions)
+      rewards = tuple(
+        next(scores) - _penalty(c, rules) if judge else reward(question, c, rules)
+        for c in completions
+      )
       group = Group(question, tuple(completions), rewards)
       if objective.drops_equal and group.is_equal:
         dropped += 1

@@ -7,6 +7,8 @@ from fp8jax.keys import key, section
 from fp8jax.ops.policy_gradient import OBJECTIVES, Objective
 from fp8jax.rl.rollout import Rules
 
+REWARD = "reward"  # rl.loss of a reward head
+
 
 # A table: a key a row, its meaning beside it.
 # fmt: off
@@ -21,7 +23,14 @@ class RL:
   questions: int = key(0, "per task, the first; 0: all, and 200 of a family", least=0)
   loss: str = key("grpo", 'Policy gradient: "grpo" (arXiv:2402.03300), "dapo" (arXiv:2503.14476: '
     "clip-higher, groups of equal rewards resampled, one mean over all tokens of the update), "
-    '"dr_grpo" (arXiv:2503.20783: no deviation, no length).', choices=tuple(OBJECTIVES))
+    '"dr_grpo" (arXiv:2503.20783: no deviation, no length). "reward": of a reward head on pairs '
+    "(model.reward_head), log(1 + exp(rejected - chosen)) of their scores (Bradley-Terry, "
+    'arXiv:2203.02155).', choices=(*OBJECTIVES, REWARD))
+  pairs: str = key("", "pairs to learn from")
+  eval_pairs: str = key("", "Held-out pairs, all of which every evaluation ranks (eval.every, "
+    "eval.batch).")
+  reward_model: str = key("", "Hugging Face folder of a reward model, in the place of the tasks' "
+    "verifiers: a completion's reward is its score, in the compute dtype. Of the same tokenizer.")
   prompts: int = key(8, "questions of a rollout", least=1)
   samples: int = key(8, "completions of a question, the group that advantages are relative to",
     least=2)

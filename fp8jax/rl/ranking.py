@@ -1,0 +1,89 @@
+"""Pairs of texts for a reward head: their batches, and the share that the scores rank right."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fp8jax import statistics
+from fp8jax.data import batch_sharding
+from fp8jax.kernels import choose
+from fp8jax.models import transformer
+from fp8jax.run import evaluator
+from fp8jax.step.train_spec import TrainSpec
+
+SOURCE = "pairs"  # in evaluations, where others have sources of text
+Texts = tuple[Sequence[int], Sequence[int]]  # token ids of the preferred text, and of the other
+
+
+def laid_out(pairs: Iterable[Texts], rows: int, length: int) -> dict[str, np.ndarray]:
+  """{"tokens_BL", "targets_BL", "positions_BL", "segments_BL", "weights_BL"} of pairs of texts: the
+  preferred in row 2i, the other in 2i + 1, 1/2 at the last token of each; further rows are padding.
+
+  Args:
+    pairs: at most rows / 2.
+    length: L, at least the tokens of every text.
+  """
+  names = ("tokens", "targets", "positions", "segments")
+  batch: dict[str, Any] = {f"{n}_BL": np.zeros((rows, length), np.int32) for n in names}
+  batch["weights_BL"] = np.zeros((rows, length), np.float32)
+  for row, text in enumerate(text for pair in pairs for text in pair):
+    here = slice(0, len(text))
+    batch["tokens_BL"][row, here], batch["segments_BL"][row, here] = text, 1
+    batch["positions_BL"][row, here] = np.arange(len(text))
+    batch["weights_BL"][row, len(text) - 1] = 0.5
+  return batch
+
+
+class Evaluator:
+  """Held-out evaluation of a reward head, in the place of evaluator.Evaluator."""
+
+  passed_over: dict[str, dict[str, int]] = {SOURCE: {}}
+
+  def __init__(self, spec: TrainSpec, batches: Sequence[Mapping[str, np.ndarray]]):
+    """Args: batches of `laid_out`, of eval.batch rows."""
+    self.spec, self._batches = spec, batches
+    self._spread = batch_sharding.BatchSharder(spec.run.layout, spec.eval.batch)
+
+    @functools.partial(
+      jax.jit, static_argnames="run", compiler_options=choose.compiler_options(spec.device)
+    )
+    def sums(params, sites, batch, run):
+      loss, aux = transformer.loss_and_aux(params, sites, batch, spec.model, run)
+      return loss, *aux.sums["ranking"]
+
+    self._sums = sums
+
+  def run(
+    self, params, scaling_states: Mapping[str, Any], phase: int = 0,
+    stop: Callable[[int], bool] | None = None,
+  ):  # fmt: skip
+    """As evaluator.Evaluator.run: {SOURCE: {precision: {"loss", "tokens": pairs, "accuracy", "low",
+    "high": Wilson's interval of the share that is ranked right, "margin": of the scores}}}."""
+    made = {}
+    for label, recipe in evaluator.precisions(self.spec, phase).items():
+      sites = evaluator.sites_of(self.spec, recipe, scaling_states, phase)
+      run, parts = evaluator.run_of(self.spec, recipe, sites), []
+      for i, batch in enumerate(self._batches):
+        if stop is not None and stop(i):
+          return {}
+        parts.append(self._sums(params, sites, self._spread.place(dict(batch)), run=run))
+      loss, pairs, right, margin = np.float64(jax.device_get(parts)).sum(0).tolist()
+      share = statistics.wilson(right, int(pairs))
+      made[label] = {
+        "loss": loss / pairs, "tokens": pairs, "accuracy": share.estimate, "low": share.low,
+        "high": share.high, "margin": margin / pairs,
+      }  # fmt: skip
+    return {SOURCE: made}
+
+  def lines(self, step: int, results) -> list[str]:
+    """The evaluation of a step, as `run` returned it."""
+    text = "  ".join(
+      f"{label} ranked right {v['accuracy']:.4f} [{v['low']:.4f}, {v['high']:.4f}], loss "
+      f"{v['loss']:.4f}, margin {v['margin']:.3f}"
+      for label, v in results[SOURCE].items()
+    )
+    count = next(iter(results[SOURCE].values()))["tokens"]
+    return [f"step {step}  of {count:.0f} held-out pairs: {text}"]
