@@ -29,7 +29,7 @@ PACKAGE = ROOT / "fp8jax"
 FLOORS = (
   ("",), ("recipe",), ("quantization",), ("kernels",), ("ops",), ("models", "optim", "data"),
   ("phases",), ("step",), ("config",), ("compiled",), ("run",), ("ptq",), ("generation",),
-  ("evaluation",), ("report",), ("export", "sensitivity"), ("search",), ("sweeps",),
+  ("evaluation",), ("report",), ("export", "sensitivity", "rl"), ("search",), ("sweeps",),
   ("jobs", "integrations"),
 )  # fmt: skip
 # Keys of a configuration: declared in the folder that owns them, read by `config`, so that a

@@ -1,7 +1,7 @@
 """The head of a model: logits [D, V], or the score [D, 1] of a text (ModelConfig.reward_head).
 
-A score is trained on pairs, rows 2i and 2i + 1 of a batch, of which the first is preferred. Scores
-are log-odds up to a constant: P(first preferred) = sigmoid(s_2i - s_2i+1).
+A score is trained on pairs (P is their number): rows 2i and 2i + 1 of a batch, the first preferred.
+Scores are log-odds up to a constant: the probability of that is sigmoid(s_2i - s_2i+1).
 
 Source: the Bradley-Terry loss of Ouyang et al. 2022 (arXiv:2203.02155 §3.5).
 """
@@ -18,8 +18,9 @@ SUMS = ("pairs", "accuracy", "margin")
 
 def declared(cfg: ModelConfig) -> Param:
   """The head; beside adapters that of logits is frozen."""
-  letters, is_trainable = "DC" if cfg.reward_head else "DV", cfg.reward_head or cfg.lora is None
-  return Param(letters, std=cfg.init_std, inputs=1, trainable=is_trainable)
+  if cfg.reward_head:
+    return Param("DC", std=cfg.init_std, inputs=1)
+  return Param("DV", std=cfg.init_std, inputs=1, trainable=cfg.lora is None)
 
 
 def equation(cfg: ModelConfig) -> str:

@@ -12,7 +12,7 @@ REWARD = "reward"  # rl.loss of a reward head
 
 # A table: a key a row, its meaning beside it.
 # fmt: off
-@section("rl")
+@section("rl", mapped=True)
 class RL:
   """--job=rl: reinforcement learning from verified answers. An update draws `samples` completions
   of `prompts` questions with the present parameters, and takes `updates_per_rollout` steps on them.

@@ -46,21 +46,24 @@ def test_a_name_that_is_no_choice_is_refused_and_every_choice_is_not(name):
 
 
 # Key by key what its declaration says beside its default (tests/golden/configs.json) and meaning.
+LEAST_2 = "rl.samples"
 LEAST_1 = """steps global_batch grad_accum_steps seq_len memory.loss_chunk eval.batch
   checkpoint.keep log.every export.gate_tokens quantize.tokens calibrate.batches noise.tokens
-  prepare.shard_tokens generate.slots
+  prepare.shard_tokens generate.slots rl.prompts rl.updates_per_rollout rl.max_new_tokens
   generate.num_samples"""
 LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.shuffle_windows
   data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction
   optim.base_width distill.weight eval.tokens eval.every eval.questions checkpoint.every
   log.tensor_stats_every export.fold_smooth_batches search.beta search.delay search.entropy
-  prepare.processes generate.max_length plan_inference.reserve"""
+  prepare.processes generate.max_length plan_inference.reserve rl.questions
+  rl.most_correction rl.max_resampling rl.overlong"""
 ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
   weights.hf eval.tasks eval.data_dir eval.train_data eval.compare_with export.input_scales
   export.gate_text export.client_python export.push_to noise.text generate.prompts generate.out
-  optim.moment_format distill.teacher quantize.text"""
+  optim.moment_format distill.teacher quantize.text rl.tasks rl.rollout rl.pairs rl.eval_pairs
+  rl.reward_model"""
 IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
   kernels.optimizer kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy
   memory.save_gemm_inputs memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos
@@ -71,7 +74,7 @@ NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "ca
 NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
   model.lora.rank model.lora.alpha model.lora.targets model.lora.base precision.sensitivity
   precision.invariant precision.schedule precision.policy precision.calibration kernels.optimizer
-  memory.gpu_fraction
+  memory.gpu_fraction model.reward_head
   data.chat_template data.template_date data.samples_per_step data.epochs data.on_untrained
   optim.moment_format distill.weight distill.temperature distill.teacher optim.master_format
   optim.grad_format optim.in_backward loss_scale.kind eval.every checkpoint.every checkpoint.keep
@@ -81,9 +84,9 @@ NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only i
 
 def test_bounds_choices_and_consequences_are_those_of_the_table():
   ours = registry.KEYS.values()
-  for least, names in ((1, LEAST_1), (0, LEAST_0)):
+  for least, names in ((2, LEAST_2), (1, LEAST_1), (0, LEAST_0)):
     assert {k.name for k in ours if k.least == least} == set(names.split())
-  assert BOUNDED.keys() == set(f"{LEAST_1} {LEAST_0}".split())
+  assert BOUNDED.keys() == set(f"{LEAST_2} {LEAST_1} {LEAST_0}".split())
   free = {k.name for k in ours if k.type is str and k.choices is None}
   assert free == set(ANY_TEXT.split())
   for one in ours:
@@ -191,6 +194,7 @@ NEEDS = {
   "quantize": ("weights.hf", False, (False, False), False, False, "out"),
   "sensitivity": ("weights.hf", False, (False, False), False, True, "out"),
   "search": ("init.hf", False, (False, False), True, False, ""),
+  "rl": ("init.hf", False, (False, False), True, True, ""),
   "noise": ("weights.hf", False, (False, False), False, True, "out"),
   "calibrate": ("weights.hf", False, (False, False), False, False, "out"),
   "diagnose": ("init.hf", False, (False, False), False, False, ""),
@@ -236,13 +240,13 @@ LEFT_OUT = {
   ),
   models_config.ModelConfig: dict(
     rope_theta=1e4, norm_eps=1e-6, qkv_bias=False, qk_norm=False, tie_embeddings=False,
-    init_std=0.02, residual_tau=0.0,
+    init_std=0.02, residual_tau=0.0, reward_head=False,
   ),
   models_config.RopeScaling: dict(
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, beta_fast=32.0, beta_slow=1.0
   ),
   models_config.ComputeConfig: dict(
-    loss_chunk=512, num_sources=0, is_invariant=False, row_tile=0
+    loss_chunk=512, num_sources=0, temperature=1.0, is_invariant=False, row_tile=0
   ),
   params.Param: dict(std=0.02, decay=True, trainable=True),
   quant.Delayed: dict(steps=1024, margin=0),
