@@ -59,7 +59,8 @@ class Batches:
     order = grain.MapDataset.range(len(pairs)).shuffle(spec.seed % 2**32).repeat()
     order = order.batch(rows // 2, batch_fn=list)
     batches = order.map(lambda some: ranking.laid_out([pairs[i] for i in some], rows, length))
-    self.iterator: Any = iter(batches.to_iter_dataset())
+    few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+    self.iterator: Any = iter(batches.to_iter_dataset(few))
 
   def metrics(self) -> dict[str, float]:
     return {}
