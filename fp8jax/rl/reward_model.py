@@ -44,9 +44,10 @@ def problems(folder: str, spec: TrainSpec) -> list[str]:
         f"{key} has no reward head; --job=rl with rl.loss='reward' trains one, and --job=export "
         "writes it as a sequence-classification folder"
       ]
-    there = dataclasses.replace(own, path=folder)
     has_file = os.path.exists(os.path.join(hub.local(folder), "tokenizer.json"))
-    is_same = not has_file if own.path == BYTES else own.fingerprint == there.fingerprint
+    is_same = has_file == (own.path != BYTES)  # a folder without one is of bytes
+    if is_same and has_file:
+      is_same = own.fingerprint == dataclasses.replace(own, path=folder).fingerprint
   except (ValueError, OSError) as e:
     return [f"{key}: {e}"]
   texts = own.beyond(cfg.vocab_size)

@@ -5,6 +5,7 @@ import json
 import random
 
 import debug_runs
+import jax
 import numpy as np
 import numpy_model
 import pytest
@@ -13,7 +14,7 @@ import safetensors.numpy
 from fp8jax import params as params_lib
 from fp8jax.generation.completion import Completion
 from fp8jax.jobs import rl_reward
-from fp8jax.models import lora
+from fp8jax.models import heads, lora
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.rl import ranking, reward_model, rollout
@@ -226,3 +227,32 @@ def test_adapters_and_eight_devices_train_the_same_head(files, tmp_path):
   sums = [{path: params_lib.digest(x) for path, x in of.items()} for of in (begun, ended)]
   moved = {path for path in begun if sums[0][path] != sums[1][path]}
   assert moved == {"head", *(path for path in begun if lora.is_adapter(path))}
+
+
+@pytest.mark.slow
+def test_a_reward_head_starts_on_the_weights_of_a_language_model(files, tmp_path):
+  """Of another run, whose head of logits is the embedding, and of its folder."""
+  short = {"steps": 1, "eval.tokens": 0, "optim.warmup_steps": 0, "optim.decay_steps": 0}
+  plain = debug_runs.config(**short)
+  assert debug_runs.run_job("train", plain, tmp_path / "lm")[0] == 0
+  (tmp_path / "text.txt").write_text("a=777 " * 400)
+  plain.export.gate_text, plain.export.dtype = str(tmp_path / "text.txt"), "float32"
+  code, _, err = debug_runs.run_job("export", plain, tmp_path / "lm", out=str(tmp_path / "hf"))
+  assert code == 0, err
+  begun = hf_weights.load_params(str(tmp_path / "hf"), hf_config.read_config(tmp_path / "hf"))[0]
+  for name, start in (
+    ("workdir", {"init.workdir": str(tmp_path / "lm"), "init.weights_only": True}),
+    ("folder", {"init.hf": str(tmp_path / "hf"), "model.preset": "hf", "data.tokenizer": "bytes"}),
+  ):
+    c = config(files, **start, **short, **{"optim.peak_lr": 0.0, "optim.min_lr": 0.0})
+    code, _, err = debug_runs.run_job("rl", c, tmp_path / name)
+    assert code == 0, err
+    spec = debug_runs.spec(c, "rl")
+    ended = debug_runs.saved_params(tmp_path / name, 1, spec)
+    for path, value in params_lib.flatten(begun).items():
+      np.testing.assert_array_equal(ended[path], value, path)
+    assert ended.keys() - params_lib.flatten(begun).keys() == {"head"}
+    fresh = params_lib.init(jax.random.key(spec.seed), {"head": heads.declared(spec.model)}, {
+      "D": 192, "C": 1,
+    })  # fmt: skip
+    np.testing.assert_array_equal(ended["head"], fresh["head"])
