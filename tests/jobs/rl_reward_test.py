@@ -5,6 +5,7 @@ import json
 import random
 
 import debug_runs
+import harness
 import jax
 import numpy as np
 import numpy_model
@@ -12,6 +13,8 @@ import pytest
 import safetensors.numpy
 
 from fp8jax import params as params_lib
+from fp8jax.data.tokenize import Tokenizer
+from fp8jax.export import padding, write
 from fp8jax.generation.completion import Completion
 from fp8jax.jobs import rl_reward
 from fp8jax.models import heads, lora
@@ -256,3 +259,69 @@ def test_a_reward_head_starts_on_the_weights_of_a_language_model(files, tmp_path
       "D": 192, "C": 1,
     })  # fmt: skip
     np.testing.assert_array_equal(ended["head"], fresh["head"])
+
+
+# --- folders -------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_gives_no_rewards_is_refused_by_name(files, tmp_path):
+  golden = harness.GOLDEN / "hf" / "qwen2_tied"
+  head = np.ones((1, 32), np.float32)
+  harness.folder_of_scores("qwen2_tied", tmp_path / "scores", head)
+  spec = debug_runs.spec(config(files, **{"generate.max_length": 17}), "rl")
+  (text,) = reward_model.problems(str(golden), spec)
+  assert f"rl.reward_model={str(golden)!r} has no reward head" in text
+  beyond, length = reward_model.problems(str(tmp_path / "scores"), spec)
+  assert "ids up to 256, the model has model.vocab_size=96" in beyond
+  assert "generate.max_length=17 must be at most seq_len=16, and that at most" in length
+  (tmp_path / "scores" / "tokenizer.json").write_text("{}")
+  assert "has another tokenizer than data.tokenizer='bytes'" in "".join(
+    reward_model.problems(str(tmp_path / "scores"), spec)
+  )
+  with pytest.raises(ValueError, match="no_such/config.json"):
+    changes = {"rl.loss": "grpo", "model.reward_head": None, "rl.reward_model": "no_such"}
+    debug_runs.spec(config(files, **changes), "rl")
+
+
+@pytest.mark.parametrize(
+  ("job", "changes", "said"),
+  [
+    ("evaluate", {}, "gives scores and no logits: --job=rl with rl.loss='reward'"),
+    ("train", {}, "gives scores and no logits"),
+    ("export", {"export.format": "peft", "model.lora.rank": 4}, "the reward head belongs to them"),
+    ("export", {"weights.hf": str(harness.GOLDEN / "hf" / "llama")}, "which has none"),
+  ],
+)  # fmt: skip
+def test_jobs_without_use_for_scores_refuse_a_reward_head(files, job, changes, said):
+  with pytest.raises(ValueError, match=said):
+    debug_runs.spec(config(files, **changes), job)
+
+
+@pytest.mark.parametrize(
+  ("base", "vocab_size", "pad"),
+  [
+    (None, 512, 257),  # bytes end texts with 256
+    ({"pad_token_id": 3, "eos_token_id": [5, 6]}, 512, 3),
+    ({"pad_token_id": 5, "bos_token_id": 4, "eos_token_id": [5, 6]}, 512, 4),
+    ({"pad_token_id": 256, "bos_token_id": 5, "eos_token_id": 5}, 512, 257),
+    ({"pad_token_id": 256, "bos_token_id": 5, "eos_token_id": 5}, 257, None),
+  ],
+)
+def test_padding_ends_no_text(base, vocab_size, pad):
+  """transformers scores the last token before it."""
+  made = lambda: padding.with_token(base, "", Tokenizer("bytes"), vocab_size)  # noqa: E731
+  if pad is None:
+    with pytest.raises(ValueError, match="no token to fill texts up with but their ends"):
+      made()
+  else:
+    assert made() == (base or {"bos_token_id": None, "eos_token_id": None}) | {"pad_token_id": pad}
+
+
+def test_a_tokenizer_fills_up_with_the_token_of_the_config(repository):
+  """SmolLM2's documents end with token 0, its turns with 2: 1 is the first special one beside."""
+  folder = str(repository / "assets" / "smollm2-135m")
+  tokenizer = Tokenizer(folder, "<|endoftext|>")
+  base = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+  assert padding.with_token(base, folder, tokenizer, 49152)["pad_token_id"] == 1
+  (stated,) = padding.file(write.companions(folder), folder, tokenizer, 1).values()
+  assert stated["pad_token"] == "<|im_start|>" and stated["eos_token"] == "<|im_end|>"
