@@ -321,7 +321,7 @@ def test_a_tokenizer_fills_up_with_the_token_of_the_config(repository):
   """SmolLM2's documents end with token 0, its turns with 2: 1 is the first special one beside."""
   folder = str(repository / "assets" / "smollm2-135m")
   tokenizer = Tokenizer(folder, "<|endoftext|>")
-  base = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+  base = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
   assert padding.with_token(base, folder, tokenizer, 49152)["pad_token_id"] == 1
   (stated,) = padding.file(write.companions(folder), folder, tokenizer, 1).values()
   assert stated["pad_token"] == "<|im_start|>" and stated["eos_token"] == "<|im_end|>"
