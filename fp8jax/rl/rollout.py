@@ -136,9 +136,10 @@ def laid_out(
     return batch
   of_groups = policy_gradient.advantages(np.array([g.rewards for g in groups]), objective)
   flat = [(g, c) for g in groups for c in g.completions]
-  lengths = np.array([len(c.tokens) for _, c in flat])
-  each = policy_gradient.token_weights(
-    np.maximum(lengths, 1), objective, rules.sampling.max_new_tokens
+  lengths = np.maximum([len(c.tokens) for _, c in flat], 1)
+  is_learned = of_groups.ravel() > 0 if objective.keeps_best else np.ones(len(flat), bool)
+  each = is_learned * policy_gradient.token_weights(
+    np.where(is_learned, lengths, 0), objective, rules.sampling.max_new_tokens
   )
   for row, ((group, completion), weight, a) in enumerate(
     zip(flat, each, of_groups.ravel(), strict=True)
