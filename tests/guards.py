@@ -36,15 +36,7 @@ RINGS = {
   "library": ("", "recipe", "quantization", "kernels", "ops", "optim", "integrations"),
   "trainer": ("models", "data", "phases", "step", "config", "compiled", "run"),
   "lab": (
-    "generation",
-    "evaluation",
-    "export",
-    "sensitivity",
-    "search",
-    "report",
-    "sweeps",
-    "ptq",
-    "rl",
+    "generation", "evaluation", "export", "sensitivity", "search", "report", "sweeps", "ptq", "rl",
   ),  # fmt: skip
   "launcher": ("jobs",),
 }
