@@ -1,15 +1,13 @@
 """--job=rl with rl.loss="reward": the trainer's run on pairs of texts, for a reward head."""
 
 import functools
-import hashlib
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 
 from fp8jax.data import batch_sharding, loader
-from fp8jax.errors import UserError
+from fp8jax.jobs import generator as generator_lib
 from fp8jax.jobs import run_state, train
 from fp8jax.ops import site
 from fp8jax.rl import pairs as pairs_lib
@@ -47,20 +45,14 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
 
 
 class Batches:
-  """The pairs of a run in the place of its data (batch_sharding.TrainBatches), in an order of the
-  seed, over and over."""
+  """The pairs of a run in the place of its data (batch_sharding.TrainBatches)."""
 
-  def __init__(self, spec: TrainSpec, pairs: list[ranking.Texts]):
+  def __init__(self, spec: TrainSpec, pairs: pairs_lib.Pairs):
+    rows = spec.microbatch, spec.grad_accum_steps
     self.counts = loader.DocumentCounts()
-    self.spread = batch_sharding.BatchSharder(
-      spec.run.layout, spec.microbatch, spec.grad_accum_steps
-    )
-    rows, length = spec.global_batch, spec.data.seq_len
-    order = grain.MapDataset.range(len(pairs)).shuffle(spec.seed % 2**32).repeat()
-    order = order.batch(rows // 2, batch_fn=list)
-    batches = order.map(lambda some: ranking.laid_out([pairs[i] for i in some], rows, length))
-    few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-    self.iterator: Any = iter(batches.to_iter_dataset(few))
+    self.spread = batch_sharding.BatchSharder(spec.run.layout, *rows)
+    of_run = spec.global_batch, spec.data, self.spread.shard
+    self.iterator: Any = pairs_lib.batches(pairs, *of_run, ranking.laid_out)
 
   def metrics(self) -> dict[str, float]:
     return {}
@@ -81,34 +73,23 @@ class RewardState(run_state.RunState):
     return ranking.Evaluator(self.spec, self._heldout)
 
 
-def _texts(spec: TrainSpec, key: str, names: str) -> list[ranking.Texts]:
-  """The pairs of a key.
+def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
+  """Learns, or resumes; as train.run.
 
   Raises:
-    UserError: one is longer than seq_len.
+    UserError, FileNotFoundError: of a line or file of pairs.
   """
-  made = []
-  for one in pairs_lib.load(names, spec.data.tokenizer) if names else ():
-    texts = (*one.prompt, *one.chosen), (*one.prompt, *one.rejected)
-    if (longest := max(map(len, texts))) > spec.data.seq_len:
-      raise UserError(
-        f"{key}: {one.name} has a text of {longest} tokens, more than seq_len={spec.data.seq_len}; "
-        "raise it, or leave the pair out"
-      )
-    made.append(texts)
-  return made
-
-
-def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
-  """Learns, or resumes; as train.run."""
-  own, rows = spec.of(RL), spec.eval.batch
-  learned = _texts(spec, "rl.pairs", own.pairs)
-  heldout = _texts(spec, "rl.eval_pairs", own.eval_pairs)
+  own, data, rows = spec.of(RL), spec.data, spec.eval.batch
+  of_data = data.tokenizer, data.chat_template, data.template_date
+  template = functools.partial(generator_lib.chat_template, *of_data)
+  encoder = pairs_lib.Encoder(data, template, is_scored=True)
+  learned = pairs_lib.Pairs(own.pairs, encoder)
+  heldout = [*pairs_lib.Pairs(own.eval_pairs, encoder)] if own.eval_pairs else []
   batches = [
-    ranking.laid_out(heldout[n : n + rows // 2], rows, spec.data.seq_len)
+    ranking.laid_out(heldout[n : n + rows // 2], data.seq_len, rows)
     for n in range(0, len(heldout), rows // 2)
   ]
-  fingerprint = hashlib.sha256(repr(learned).encode()).hexdigest()[:16]
+  fingerprint = f"{learned.fingerprint()} {data.tokenizer.fingerprint}"
   feed = train.Feed(fingerprint, lambda spec: Batches(spec, learned))
   make = functools.partial(RewardState, batches)
   return train.run(spec, workdir, make_state=make, feed=feed)

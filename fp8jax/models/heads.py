@@ -12,9 +12,6 @@ import jax.numpy as jnp
 from fp8jax.models.config import ModelConfig
 from fp8jax.params import Param
 
-# Names of `bradley_terry`'s sums over pairs.
-SUMS = ("pairs", "accuracy", "margin")
-
 
 def declared(cfg: ModelConfig) -> Param:
   """The head; beside adapters that of logits is frozen."""
@@ -39,7 +36,8 @@ def weighted(x_BLD, weights_BL):
 
 
 def bradley_terry(scores_B, weights_B):
-  """(sum over pairs of weight * softplus(s_2i+1 - s_2i), float32 [SUMS] of the pairs).
+  """(sum over pairs of weight * softplus(s_2i+1 - s_2i), sums over pairs: their "count", "accuracy"
+  and "margin").
 
   A pair's weight is that of both rows together; of weight 0 it does not count. Equal scores are
   half right.
@@ -51,5 +49,5 @@ def bradley_terry(scores_B, weights_B):
   scores_P2, weight_P = scores_B.reshape(-1, 2), weights_B.reshape(-1, 2).sum(1)
   gap_P = jnp.where(weight_P > 0, scores_P2[:, 0] - scores_P2[:, 1], 0.0)
   right_P = jnp.where(weight_P > 0, 0.5 * (1 + jnp.sign(gap_P)), 0.0)
-  sums = jnp.stack([jnp.sum(x) for x in (jnp.float32(weight_P > 0), right_P, gap_P)])
-  return jnp.sum(weight_P * jax.nn.softplus(-gap_P)), sums
+  each = {"count": jnp.float32(weight_P > 0), "accuracy": right_P, "margin": gap_P}
+  return jnp.sum(weight_P * jax.nn.softplus(-gap_P)), {k: jnp.sum(x) for k, x in each.items()}

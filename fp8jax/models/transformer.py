@@ -252,7 +252,7 @@ def _ranking_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeCon
   h_BLD = normalised(heads.weighted(x_BLD, batch["weights_BL"]), params, sites, cfg, run)
   scores_BLC = observed(head_logits(h_BLD, params, sites, cfg, run), sites, "logits")
   loss, sums = heads.bradley_terry(scores_BLC[:, 0, 0], batch["weights_BL"].sum(1))
-  return loss, {"ranking": sums}
+  return loss, {"policy": sums}
 
 
 def _policy_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):

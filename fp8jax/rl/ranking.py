@@ -1,7 +1,7 @@
 """Pairs of texts for a reward head: their batches, and the share that the scores rank right."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,29 +11,30 @@ from fp8jax import statistics
 from fp8jax.data import batch_sharding
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
+from fp8jax.rl import rollout
+from fp8jax.rl.pairs import Pair
 from fp8jax.run import evaluator
 from fp8jax.step.train_spec import TrainSpec
 
 SOURCE = "pairs"  # in evaluations, where others have sources of text
-Texts = tuple[Sequence[int], Sequence[int]]  # token ids of the preferred text, and of the other
 
 
-def laid_out(pairs: Iterable[Texts], rows: int, length: int) -> dict[str, np.ndarray]:
-  """{"tokens_BL", "targets_BL", "positions_BL", "segments_BL", "weights_BL"} of pairs of texts: the
-  preferred in row 2i, the other in 2i + 1, 1/2 at the last token of each; further rows are padding.
+def laid_out(pairs: Sequence[Pair], length: int, rows: int = 0) -> dict[str, np.ndarray]:
+  """{"tokens_BL", "targets_BL", "positions_BL", "segments_BL", "weights_BL"}: a prompt with its
+  completion in each row, of weight 1/2 at its last token.
 
   Args:
-    pairs: at most rows / 2.
-    length: L, at least the tokens of every text.
+    length: L, at least the tokens of a prompt and a completion.
+    rows: B; 0 for those of the pairs, else rows beyond are padding.
   """
-  names = ("tokens", "targets", "positions", "segments")
-  batch: dict[str, Any] = {f"{n}_BL": np.zeros((rows, length), np.int32) for n in names}
-  batch["weights_BL"] = np.zeros((rows, length), np.float32)
-  for row, text in enumerate(text for pair in pairs for text in pair):
-    here = slice(0, len(text))
-    batch["tokens_BL"][row, here], batch["segments_BL"][row, here] = text, 1
-    batch["positions_BL"][row, here] = np.arange(len(text))
-    batch["weights_BL"][row, len(text) - 1] = 0.5
+  batch = rollout.empty(rows or 2 * len(pairs), length)
+  for i, pair in enumerate(pairs):
+    for row, answer in ((2 * i, pair.chosen), (2 * i + 1, pair.rejected)):
+      text = (*pair.prompt, *answer)
+      here = slice(0, len(text))
+      batch["tokens_BL"][row, here], batch["segments_BL"][row, here] = text, 1
+      batch["positions_BL"][row, here] = np.arange(len(text))
+      batch["weights_BL"][row, len(text) - 1] = 0.5
   return batch
 
 
@@ -52,7 +53,7 @@ class Evaluator:
     )
     def sums(params, sites, batch, run):
       loss, aux = transformer.loss_and_aux(params, sites, batch, spec.model, run)
-      return loss, *aux.sums["ranking"]
+      return {"loss": loss, **aux.sums["policy"]}
 
     self._sums = sums
 
@@ -70,11 +71,13 @@ class Evaluator:
         if stop is not None and stop(i):
           return {}
         parts.append(self._sums(params, sites, self._spread.place(dict(batch)), run=run))
-      loss, pairs, right, margin = np.float64(jax.device_get(parts)).sum(0).tolist()
-      share = statistics.wilson(right, int(pairs))
+      parts = jax.device_get(parts)
+      total = {name: sum(float(part[name]) for part in parts) for name in parts[0]}
+      share = statistics.wilson(total["accuracy"], round(total["count"]))
       made[label] = {
-        "loss": loss / pairs, "tokens": pairs, "accuracy": share.estimate, "low": share.low,
-        "high": share.high, "margin": margin / pairs,
+        "loss": total["loss"] / total["count"], "tokens": total["count"],
+        "accuracy": share.estimate, "low": share.low, "high": share.high,
+        "margin": total["margin"] / total["count"],
       }  # fmt: skip
     return {SOURCE: made}
 

@@ -26,7 +26,8 @@ class RL:
     '"dr_grpo" (arXiv:2503.20783: no deviation, no length). "reward": of a reward head on pairs '
     "(model.reward_head), log(1 + exp(rejected - chosen)) of their scores (Bradley-Terry, "
     'arXiv:2203.02155).', choices=(*OBJECTIVES, REWARD))
-  pairs: str = key("", "pairs to learn from")
+  pairs: str = key("", "Pairs to learn from: JSON lines, a file or a glob, of texts or messages "
+    '"prompt", "chosen" and "rejected", as trl reads them.')
   eval_pairs: str = key("", "Held-out pairs, all of which every evaluation ranks (eval.every, "
     "eval.batch).")
   reward_model: str = key("", "Hugging Face folder of a reward model, in the place of the tasks' "

@@ -13,14 +13,15 @@ import pytest
 import safetensors.numpy
 
 from fp8jax import params as params_lib
+from fp8jax.data.config import DataConfig
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.export import padding, write
 from fp8jax.generation.completion import Completion
-from fp8jax.jobs import rl_reward
 from fp8jax.models import heads, lora
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import weights as hf_weights
-from fp8jax.rl import ranking, reward_model, rollout
+from fp8jax.rl import pairs, ranking, reward_model, rollout
+from fp8jax.rl.pairs import Pair
 from fp8jax.run import checkpoint
 from fp8jax.step import train_step
 
@@ -66,8 +67,8 @@ def trained(files, tmp_path_factory):
 # --- pairs as batches ----------------------------------------------------------------------------
 
 
-def test_pairs_are_laid_out_as_written_by_hand_and_in_an_order_that_goes_on(files):
-  batch = ranking.laid_out([([5, 6, 7], [5]), ([8, 9], [8, 9, 3, 4])], 6, 4)
+def test_pairs_are_laid_out_as_written_by_hand():
+  batch = ranking.laid_out([Pair((5,), (6, 7), ()), Pair((8, 9), (), (3, 4))], 4, 6)
   assert batch["tokens_BL"].tolist() == [
     [5, 6, 7, 0], [5, 0, 0, 0], [8, 9, 0, 0], [8, 9, 3, 4], [0] * 4, [0] * 4,
   ]  # fmt: skip
@@ -77,18 +78,14 @@ def test_pairs_are_laid_out_as_written_by_hand_and_in_an_order_that_goes_on(file
   ends[[0, 1, 2, 3], [2, 0, 1, 3]] = 0.5
   np.testing.assert_array_equal(batch["weights_BL"], ends)
 
-  spec = debug_runs.spec(config(files), "rl")
-  pairs = [([i], [i, i]) for i in range(1, 12)]
-  first = rl_reward.Batches(spec, pairs).iterator
-  rows = [next(first)["tokens_BL"][:, 0].tolist() for _ in range(3)]
-  flat = [row[2 * i] for row in rows for i in range(8)]
-  assert sorted(flat[:11]) == sorted(flat[11:22]) == [*range(1, 12)] and flat[:11] != flat[11:22]
-  again = rl_reward.Batches(spec, pairs).iterator
-  next(again)
-  state = again.get_state()
-  resumed = rl_reward.Batches(spec, pairs).iterator
-  resumed.set_state(state)
-  assert next(resumed)["tokens_BL"][:, 0].tolist() == rows[1]
+
+def test_a_text_whose_end_is_no_input_of_seq_len_is_refused_by_line():
+  data = DataConfig({}, Tokenizer("bytes"), seq_len=4)
+  encode = pairs.Encoder(data, lambda: None, is_scored=True)
+  row = {"prompt": "a", "chosen": "77", "rejected": "7"}
+  assert encode(row, "there") == Pair((97,), (55, 55, 256), (55, 256))
+  with pytest.raises(ValueError, match="line 3: chosen with .* 5 tokens, .* at most seq_len = 4"):
+    encode(row | {"chosen": "777"}, "line 3")
 
 
 @pytest.mark.parametrize(

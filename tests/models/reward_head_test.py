@@ -40,8 +40,8 @@ def test_bradley_terry_equals_float64(rng):
   want = np.stack([slope, -slope], 1)
   np.testing.assert_allclose(np.reshape(gradient, (-1, 2)), want, rtol=1e-6, atol=1e-38)
   right = np.where(gap == 0, 0.5, gap > 0)[is_pair].sum()
-  assert dict(zip(heads.SUMS, np.float64(sums))) == pytest.approx(
-    {"pairs": 5, "accuracy": right, "margin": gap[is_pair].sum()}, rel=1e-6
+  assert jax.tree.map(float, sums) == pytest.approx(
+    {"count": 5, "accuracy": right, "margin": gap[is_pair].sum()}, rel=1e-6
   )
 
 
@@ -67,8 +67,8 @@ def test_scores_equal_transformers_and_folders_come_back_to_the_bit(tmp_path, na
   # The loss is at the same tokens, whatever the padding behind them.
   gap = np.float64(want[::2] - want[1::2])
   assert float(loss) == pytest.approx(np.log1p(np.exp(-gap)).sum(), abs=tolerances.LOGITS_TINY)
-  assert np.asarray(aux.sums["ranking"]) == pytest.approx(
-    [2, (gap > 0).sum(), gap.sum()], abs=tolerances.LOGITS_TINY
+  assert jax.tree.map(float, aux.sums["policy"]) == pytest.approx(
+    {"count": 2, "accuracy": (gap > 0).sum(), "margin": gap.sum()}, abs=tolerances.LOGITS_TINY
   )
 
   target = tmp_path / "target"
