@@ -123,7 +123,7 @@ class RewardModel:
       }
       batch = {k: jax.device_put(x, self._run.layout.act_sharding("BL")) for k, x in batch.items()}
       scores_B = _scores(self._params, self._sites, batch, cfg=self._cfg, run=self._run)
-      made += np.float64(scores_B)[: len(some)].tolist()
+      made += np.asarray(scores_B, np.float64)[: len(some)].tolist()
     return made
 
 
