@@ -5,7 +5,7 @@ at rest and one for activations. Above `ops/`:
 
   B batch        L query length   M key length   D model        F feed-forward   V vocabulary
   N layers       H query heads    G key/value heads             K head size      S statistics
-  R rank of an adapter
+  R rank of an adapter            C scores of a reward head, 1
 
 Notation in docstrings: A[M, K_tensor] . B[K_tensor, N] -> C[M, N] {sum over tensor}.
 """

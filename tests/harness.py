@@ -5,11 +5,15 @@ Programs for GPUs that are not there: aot_harness.py. Operands of exact products
 
 import dataclasses
 import functools
+import json
+import pathlib
+import shutil
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 
 from configs import base
 from fp8jax import params as params_lib
@@ -27,6 +31,7 @@ from fp8jax.quantization import scaled_matrix
 from fp8jax.run import checkpoint
 from fp8jax.step import train_spec, train_step
 
+GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
 CPU, HOPPER = Device("cpu"), Device("gpu", 90)
 
 # --- a tiny model that trains ---------------------------------------------------------------------
@@ -346,3 +351,18 @@ def folder_of_blocks(folder):
   write.save(str(folder), write.model(weights, cfg, "bfloat16"))
   (folder / "tokenizer_config.json").write_text("{}")
   return folder
+
+
+def folder_of_scores(name, target, head) -> dict:
+  """A folder of golden/hf with the head [1, D] of a reward model, as transformers saves it; its
+  config."""
+  shutil.copytree(GOLDEN / "hf" / name, target)
+  config = json.loads((target / "config.json").read_text())
+  config["architectures"] = [
+    config["architectures"][0].replace("CausalLM", "SequenceClassification")
+  ]
+  (target / "config.json").write_text(json.dumps(config))
+  tensors = safetensors.numpy.load_file(target / "model.safetensors")
+  tensors.pop("lm_head.weight", None)
+  safetensors.numpy.save_file(tensors | {"score.weight": head}, target / "model.safetensors")
+  return config

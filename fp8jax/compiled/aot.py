@@ -98,7 +98,9 @@ def lower(spec: train_spec.TrainSpec, devices, change=lambda sites: sites):
   names += [] if spec.data.cross_document else ["segments_BL"]
   names += ["sources_BL"] if spec.data.tells_sources else []
   shape = (*lead, spec.microbatch, spec.data.seq_len)
-  batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for name in names}
+  batch: dict[str, Any] = {
+    name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for name in names
+  }
   real = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
   batch["weights_BL"] = real
   if (own := spec.sections.get(RL)) and own.tasks:

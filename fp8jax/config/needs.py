@@ -30,6 +30,7 @@ class Needs:
     batches: keys of the batches that it computes, which the mesh divides.
     has_steps: whether it takes a number of steps: data.epochs counts all conversations.
     has_calibration: whether it reads precision.calibration, which may be yet to be written.
+    takes_scores: whether the model may have a reward head.
   """
 
   sections: tuple[type, ...] = ()
@@ -42,6 +43,7 @@ class Needs:
   batches: tuple[str, ...] = ("global_batch", "eval.batch")
   has_steps: bool = False
   has_calibration: bool = False
+  takes_scores: bool = False
 
   def folder(self, c: Config) -> tuple[str, str]:
     """(the Hugging Face folder that says what the model is, or "", the key that names it)."""

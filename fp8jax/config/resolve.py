@@ -146,6 +146,11 @@ def _checked_model(c: Config, needs: Needs, problems: ConfigErrors):
     return None
   problems.extend(model.problems())
   problems.check(
+    needs.takes_scores or not model.reward_head,
+    "the model has a reward head, which gives scores and no logits: --job=rl with rl.loss='reward' "
+    "trains it and --job=export writes it; set model.reward_head=None and name another model",
+  )
+  problems.check(
     c.seq_len <= model.max_positions,
     f"seq_len={c.seq_len} is longer than model.max_positions={model.max_positions}",
   )
@@ -171,6 +176,13 @@ def _model(c: Config, folder: str, its_key: str) -> model_config.ModelConfig:
     unknown.one_of("model.preset", c.model.preset, (*presets.PRESETS, "hf"))
     raise ConfigError(unknown.found)
   changes = {k: v for k, v in c.model.items() if k not in ("preset", "lora") and v is not None}
+  if changes.get("reward_head"):  # in the place of a head that may be tied
+    changes["tie_embeddings"] = False
+    if its_key == "weights.hf" and not model.reward_head:
+      raise ValueError(
+        f"model.reward_head=True with weights.hf={folder!r}, which has none; --job=rl with "
+        "rl.loss='reward' and init.hf trains one"
+      )
   if c.model.lora.rank:
     wanted = {**c.model.lora, "targets": tuple(c.model.lora.targets)}
     changes["lora"] = model_config.Lora(**wanted)

@@ -210,6 +210,14 @@ class Tokenizer(reading.Reopened):
     """Id of the token of that name, or None."""
     return None if self.path == BYTES else self._tokenizer.token_to_id(name)
 
+  @functools.cached_property
+  def special_ids(self) -> list[int]:
+    """The ids of all special tokens, which `decode` leaves out."""
+    if self.path == BYTES:
+      return []
+    added = self._tokenizer.get_added_tokens_decoder()
+    return sorted(i for i, token in added.items() if token.special)
+
   def special_id(self, name: str) -> int | None:
     """Id of a special token, which `decode` leaves out; None if there is none of that name."""
     token = self.token_id(name)

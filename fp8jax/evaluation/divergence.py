@@ -199,8 +199,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]
 
 
 def forward(spec: TrainSpec, sites, texts: Sequence[Batch]) -> Callable[[Any], Iterator[jax.Array]]:
-  """From parameters to the logits [B, L, V] of every batch."""
+  """From parameters to the logits [B, L, V] of every batch; of a reward head (score, 0), whose
+  softmax is the probability to be preferred to a text of score 0."""
   run = functools.partial(transformer.logits, cfg=spec.model, run=spec.run)
+  if spec.model.reward_head:
+    of_head = run
+    run = lambda *x: jnp.pad(of_head(*x), ((0, 0), (0, 0), (0, 1)))  # noqa: E731
   jitted = jax.jit(run, compiler_options=choose.compiler_options(spec.device))
   return lambda params: (jitted(params, sites, b.inputs) for b in texts)
 

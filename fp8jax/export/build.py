@@ -17,7 +17,7 @@ from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.evaluation.divergence import Batch
-from fp8jax.export import checks, client, folder, matrices, publish, serving, write
+from fp8jax.export import checks, client, folder, matrices, padding, publish, serving, write
 from fp8jax.export import fp8 as fp8_lib
 from fp8jax.export.gate import Gate
 from fp8jax.export.settings import Export
@@ -301,18 +301,23 @@ def _model(
   if fp8 and spec.of(Export).kv_cache:
     scales = serving.kv_scales(params, plain, texts, fp8_lib.METHODS[spec.of(Export).format])
     fp8 = dataclasses.replace(fp8, kv_scales=scales)
+  base, of_text = source.base, (source.companions, spec.data.tokenizer)
+  if plain.model.reward_head:
+    base = padding.with_token(base, *of_text, plain.model.vocab_size)
   before = (spec, adapted) if adapted is not None else source.before or (plain, params)
   gate = Gate(plain, texts, before[1], before[0])
   files = write.model(
     params,
     plain.model,
     dtype,
-    source.base,
+    base,
     source=source.companions,
     fp8=fp8,
     operands=operands,
     rows=rows,
   )
+  if plain.model.reward_head and base:
+    files |= padding.file(files, *of_text, base["pad_token_id"])
   return gate, files, lambda part: hf_weights.load_params(part, plain.model, plain.run.layout)[0]
 
 
@@ -371,4 +376,5 @@ def _write_card(
     "Configuration that differs from configs/base.py": source.changed or "nothing",
     "Export": {k: here[k] for k in ("commit", "dirty", "versions", "time")},
   }
-  publish.write_card(part, os.path.basename(os.path.abspath(target)), facts, base)
+  name = os.path.basename(os.path.abspath(target))
+  publish.write_card(part, name, facts, base, spec.model.reward_head)

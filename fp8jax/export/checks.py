@@ -75,6 +75,11 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
     f"recipes multiply the products of {', '.join(with_gains[:3])} by gains, and no architecture "
     "of transformers does; keep the checkpoint, which this project reads",
   )
+  problems.check(
+    spec.of(Export).format != "peft" or not spec.model.reward_head,
+    "export.format='peft' writes adapters alone, and the reward head belongs to them; another "
+    "export.format merges both",
+  )
   switches = any(isinstance(p, SwitchRecipe) for p in spec.precision.policy)
   last = spec.weights.step if spec.weights.step >= 0 else spec.steps
   if spec.weights.hf or not switches:

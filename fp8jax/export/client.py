@@ -31,7 +31,7 @@ import json, os, sys, tempfile
 os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy, torch, transformers
 folder, tokens, target = sys.argv[1:]
-path, stated = os.path.join(folder, "config.json"), {}
+path, stated, config = os.path.join(folder, "config.json"), {}, {}
 if os.path.exists(path):  # adapters have none
   with open(path) as f:
     config = json.load(f)
@@ -57,7 +57,16 @@ if method == "modelopt":  # transformers reads none: as compressed-tensors conve
 # A model dequantized to bfloat16 is cast afterwards; no other can be once it is loaded.
 narrow = method == "fp8" or "mxfp" in str(stated) or "nvfp4" in str(stated)
 how = {"dtype": torch.bfloat16 if narrow else torch.float32}
-model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+scores = "SequenceClassification" in str(config.get("architectures"))
+auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+model = getattr(transformers, auto).from_pretrained(folder, **how).eval()
+def predicted(row):
+  if not scores:
+    return model(row, use_cache=False).logits[0].float().numpy()
+  # Of every token, not the last alone; by the whole model, whose hooks decompress.
+  h = model(row, use_cache=False, output_hidden_states=True).hidden_states[-1]
+  score = model.score(h)[0].float().numpy()
+  return numpy.concatenate([score, 0 * score], -1)
 rows, made = numpy.load(tokens), []
 with torch.no_grad():
   if narrow:
@@ -68,9 +77,7 @@ with torch.no_grad():
       if getattr(module, "quantization_scheme", None) is not None:
         module.quantization_enabled = enabled
     # A cache may quantize keys and values.
-    made.append(numpy.stack([
-      model(torch.from_numpy(row[None]).long(), use_cache=False).logits[0].float().numpy()
-      for row in rows]))
+    made.append(numpy.stack([predicted(torch.from_numpy(row[None]).long()) for row in rows]))
 numpy.save(target, numpy.stack(made))
 schemes = [getattr(m, "quantization_scheme", None) for m in model.modules()]
 print(json.dumps({"quantized": sum(getattr(s, "weights", None) is not None for s in schemes)}))

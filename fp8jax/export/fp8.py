@@ -105,10 +105,10 @@ class Plan:
     """The schemes' labels, "channel"."""
     return ", ".join(dict.fromkeys(m.scheme.label for m in self.matrices.values()))
 
-  def to_config(self):
+  def to_config(self, head: str = schemes.HEAD):
     of = {name: m.scheme for name, m in self.matrices.items()}
     skipped = [name.removesuffix(".weight") for name in self.unquantized]
-    return scheme_config.to_config(of, skipped, self.scale_fmt, bool(self.kv_scales))
+    return scheme_config.to_config(of, skipped, self.scale_fmt, bool(self.kv_scales), head)
 
 
 def site_of(entry: Entry) -> str:

@@ -148,7 +148,7 @@ class Gate:
     if jax.process_index() == 0:
       tokens_BL = np.concatenate([b.tokens_BL for b in self._batches])
       parts = client_lib.logits(
-        self._spec.of(Export), folder, tokens_BL, self._spec.model.vocab_size, _schemes(plan)
+        self._spec.of(Export), folder, tokens_BL, ours[0].shape[-1], _schemes(plan)
       )
       made, plain = (np.split(x, len(self._batches)) for x in parts)
       self.report["transformers"] = self._row(self.source(), made) | versions
@@ -184,7 +184,7 @@ class Gate:
     """See divergence.row, with the interval "low" to "high" of its "kl" over windows."""
     columns = zip(self._batches, source, made, strict=True)
     sums = np.concatenate([
-      np.stack(jax.device_get(_by_window(x, y, b.tokens_BL, b.counts_BL)), -1)
+      np.stack(jax.device_get(_by_window(x, y, b.tokens_BL % x.shape[-1], b.counts_BL)), -1)
       for b, x, y in columns
     ]).astype(np.float64)  # fmt: skip
     counted = sums[sums[:, 3] > 0]

@@ -11,7 +11,9 @@ from fp8jax.export import folder as export_folder
 CARD = "README.md"
 
 
-def write_card(folder: str, name: str, facts: Mapping[str, Any], base_model: str = ""):
+def write_card(
+  folder: str, name: str, facts: Mapping[str, Any], base_model: str = "", is_reward: bool = False
+):
   """Writes README.md: the facts of an export, for people and for the hub.
 
   Args:
@@ -19,13 +21,14 @@ def write_card(folder: str, name: str, facts: Mapping[str, Any], base_model: str
     name: of the model.
     facts: {heading: value}; a mapping becomes a table, any other value its text.
     base_model: id of the model on the hub that training started from; "" for none.
+    is_reward: whether the model gives scores.
   """
   import huggingface_hub  # extra `hf`
 
   tags = ["fp8jax", *(["fp8"] if facts["Weights"].get("FP8") else [])]
   data = huggingface_hub.ModelCardData(
-    library_name="transformers", pipeline_tag="text-generation", tags=tags,
-    base_model=base_model or None,
+    library_name="transformers", tags=tags, base_model=base_model or None,
+    pipeline_tag="text-classification" if is_reward else "text-generation",
   )  # fmt: skip
   parts = [f"---\n{data.to_yaml()}\n---\n\n# {name}\n\nWritten by fp8jax `--job=export`.\n"]
   for heading, value in facts.items():

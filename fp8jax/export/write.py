@@ -106,7 +106,8 @@ def model(
   Raises:
     UserError: transformers refuses such a model.
   """
-  quantization = fp8 and fp8.to_config()
+  head = names.SCORE if cfg.reward_head else names.TOP["head"]
+  quantization = fp8 and fp8.to_config(head.removesuffix(".weight"))
   config = hf_config.config_to_hf(cfg, dtype, base, quantization)
   flat = params.flatten(tree)
   read = flat if operands is None else params.flatten(operands)

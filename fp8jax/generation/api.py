@@ -283,6 +283,8 @@ def load(
   """
   device = choose.current_device()
   cfg = hf_config.read_config(folder)
+  if cfg.reward_head:
+    raise UserError(f"{folder!r} holds a reward model, which scores texts and writes none")
   dtype = choose.compute_dtype(device) if compute_dtype == "auto" else compute_dtype
   problems = ConfigErrors()
   layout = problems.attempt(lambda: _layout(data, tensor)) or axes.LOCAL

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import jax
 
 from fp8jax import axes
-from fp8jax.models import transformer
+from fp8jax.models import heads, transformer
 from fp8jax.models.config import ModelConfig
 from fp8jax.ops import multiplied, stored_params
 from fp8jax.ops.site import Site
@@ -57,7 +57,7 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
     layers.append(of_run)
   made = {**params, "layers": tuple(layers)}
   source = params["embed" if cfg.tie_embeddings else "head"]
-  head = multiplied.as_multiplied(source, sites["head"], eqn=transformer.head_eqn(cfg), dtype=dtype)
+  head = multiplied.as_multiplied(source, sites["head"], eqn=heads.equation(cfg), dtype=dtype)
   made["embed"] = _cast(params["embed"], dtype=dtype, layout=sites["head"].layout)
   if isinstance(head, StoredMatrix) or not cfg.tie_embeddings:
     made["head"] = head

@@ -127,7 +127,7 @@ class RunEvaluation:
 
   def __init__(self, tasks: TaskAccuracy, now: run_state.RunState, saver: resume.Saver, reports):
     self._tasks, self._now, self._saver, self._reports = tasks, now, saver, reports
-    self._evaluator = evaluator_lib.Evaluator(now.spec, now.policies.teacher)
+    self._evaluator = now.evaluator()
 
   def run(self, state: State, step: int, stop: Callable[[int], bool] | None = None) -> bool:
     """Whether there is an evaluation of this step now, if there shall be any."""

@@ -22,14 +22,14 @@ from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation import api
 from fp8jax.generation.completion import LENGTH
 from fp8jax.generation.settings import Generate
-from fp8jax.jobs import checks, evaluate_tasks, run_state, start, train
+from fp8jax.jobs import checks, evaluate_tasks, rl_reward, run_state, start, train
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.models import lora, transformer
 from fp8jax.models.hf import same_model
 from fp8jax.ops import policy_gradient
 from fp8jax.phases import policy
-from fp8jax.rl import reward, rollout
-from fp8jax.rl.settings import RL
+from fp8jax.rl import reward, reward_model, rollout
+from fp8jax.rl.settings import REWARD, RL
 from fp8jax.run import evaluator
 from fp8jax.step import distillation
 from fp8jax.step.train_spec import TrainSpec
@@ -40,7 +40,16 @@ _OF_POLICY = ("advantages", "old", "rollout", "reference")
 def problems_of_spec(spec: TrainSpec) -> list[str]:
   """The problems of a run's rl section with the rest, in words."""
   own, g = spec.of(RL), spec.of(Generate)
+  if own.loss == REWARD:
+    return rl_reward.problems_of_spec(spec)
   texts = [*checks.accuracy_problems(spec), *_reference_problems(spec)]
+  if spec.model.reward_head:
+    texts.append(f"rl.loss={own.loss!r} with a reward head, which draws no text; set 'reward'")
+  if own.reward_model:
+    texts += reward_model.problems(own.reward_model, spec)
+    if own.reward:
+      texts.append(f"rl.reward={own.reward!r} beside rl.reward_model={own.reward_model!r}: a "
+                   "completion has one reward; leave one out")  # fmt: skip
   if own.rollout:
     texts += checks.recipe_problems(spec, "rl.rollout", (own.rollout,))
   if not 0 <= own.objective.kl < math.inf:
@@ -309,14 +318,20 @@ def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
   """Learns, or resumes; as train.run.
 
   Raises:
-    UserError: see `questions`, and rl/reward.py.
+    UserError: see `questions`, rl/reward.py and rl/reward_model.py.
   """
-  own, found, out = spec.of(RL), questions(spec), console_lib.console()
-  judge = reward.OfFunction(own.reward) if own.reward else reward.of_verifiers
+  own, out = spec.of(RL), console_lib.console()
+  if own.loss == REWARD:
+    return rl_reward.run(spec, workdir)
+  found, contents, reference = questions(spec), {}, None
+  judge: rollout.Judge = reward.of_verifiers
+  if own.reward:
+    judge = of_function = reward.OfFunction(own.reward)
+    contents["rl.reward"] = f"{own.reward} {of_function.fingerprint}"
+  elif own.reward_model:
+    judge = of_model = reward_model.RewardModel(own.reward_model, spec)
+    contents["rl.reward_model"] = of_model.fingerprint
   text = "|".join(f"{q.task.fingerprint} {q.item.name}" for q in found)
-  contents, reference = {}, None
-  if isinstance(judge, reward.OfFunction):
-    contents["rl.reward"] = f"{own.reward} {judge.fingerprint}"
   if own.objective.kl:
     reference, where = start.frozen(spec, own.reference, "rl.reference")
     contents |= distillation.identity(reference, "rl.reference")

@@ -15,6 +15,7 @@ from fp8jax.optim import storage
 from fp8jax.phases import decide
 from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms as run_alarms
+from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run import fp8_share
 from fp8jax.step import train_spec, train_step
 from fp8jax.step.state import State
@@ -128,6 +129,10 @@ class RunState:
   def take_step(self, state: State, batch, is_loud: bool):
     """(state, metrics) after a step on a placed batch."""
     return self._step_fn(state, batch, self.sites[is_loud], *self.policies.rate_scale())
+
+  def evaluator(self) -> Any:
+    """Of held-out data, as evaluator.Evaluator."""
+    return evaluator_lib.Evaluator(self.spec, self.policies.teacher)
 
   def remembered(self) -> dict[str, Any]:
     """More that a checkpoint's `meta` has, for `recall`; a search has its policy there."""

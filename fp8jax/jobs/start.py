@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from typing import Any
 
 import jax
 import rich.console
@@ -95,13 +96,17 @@ def stage(
 ) -> tuple[State, str]:
   """`fresh` with the weights of another run's checkpoint, whose masters are float32 here.
 
-  Adapters start over where that run has none. Where it has some, the codes of its frozen base stay.
+  Adapters and a reward head start over where that run has none. Where it has adapters, the codes of
+  its frozen base stay.
 
   Raises:
     ConfigError: the checkpoint is of another model.
   """
   begins_adapters = spec.model.lora is not None and not _has_adapters(other, spec.init.step)
   there = restore.without_adapters(spec) if begins_adapters else spec
+  began = _config(other, spec.init.step)
+  if begins_head := spec.model.reward_head and not began.get("model.reward_head"):
+    there = restore.with_logits(there, began["model.tie_embeddings"])
   try:
     params, step, meta = restore.restore_params(there, other, spec.init.step)
   except resolve.ConfigError as e:
@@ -111,6 +116,7 @@ def stage(
     ) from e
   out.print(f"starting from the weights of step {step} in {spec.init.workdir}")
   take_source(spec, other, workdir)
+  params = {key: p for key, p in params.items() if key != "head" or not begins_head}
   params = jax.tree.map(
     lambda p: p if isinstance(p, StoredMatrix) else stored_params.dequantize_tree(p),
     params, is_leaf=stored_params.is_stored,
@@ -119,8 +125,12 @@ def stage(
 
 
 def _has_adapters(workdir: str, step: int) -> bool:
+  return bool(_config(workdir, step).get("model.lora"))
+
+
+def _config(workdir: str, step: int) -> dict[str, Any]:
   with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
-    return bool(saved.meta(saved.find(step))["config"].get("model.lora"))
+    return saved.meta(saved.find(step))["config"]
 
 
 def take_source(spec: train_spec.TrainSpec, other: str, workdir: str):

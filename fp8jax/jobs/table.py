@@ -138,6 +138,7 @@ JOBS = {
     export.run,
     Needs(
       (Export,), export_checks.problems, export_checks.problems_of_spec, of_weights=True,
+      takes_scores=True,
     ),
     option="out",
   ),
@@ -168,7 +169,7 @@ JOBS = {
     rl.run,
     Needs(
       (Tasks, Generate, RL), checks.rl_problems, rl.problems_of_spec, has_steps=True,
-      has_calibration=True,
+      has_calibration=True, takes_scores=True,
     ),
   ),
   "noise": Job(

@@ -96,7 +96,9 @@ class ModelConfig:
       that gives the gradient of logits variance 1; "all" every operation beside linear layers
       (unit_scaling.py), and blocks are sqrt(1 - tau) x + sqrt(tau) f(norm(x)).
     mixers: blocks of every layer in order, keys of transformer.MIXERS.
-    lora: adapters, all other parameters being frozen; None trains every parameter.
+    lora: adapters, all other parameters but a reward head being frozen; None trains every
+      parameter.
+    reward_head: whether the head is [D, 1], the score of a text at its last token, and no [D, V].
   """
 
   architecture: str
@@ -119,6 +121,7 @@ class ModelConfig:
   unit_scaling: str = "none"
   mixers: tuple[str, ...] = ("attention_gqa", "mlp_swiglu")
   lora: Lora | None = None
+  reward_head: bool = False
 
   @property
   def dims(self) -> dict[str, int]:
@@ -126,7 +129,7 @@ class ModelConfig:
     return {
       "V": self.vocab_size, "D": self.hidden_size, "F": self.intermediate_size,
       "N": self.num_layers, "H": self.num_heads, "G": self.num_kv_heads, "K": self.head_dim,
-      "R": self.lora.rank if self.lora else 0,
+      "R": self.lora.rank if self.lora else 0, "C": 1,
     }  # fmt: skip
 
   @property
@@ -167,6 +170,11 @@ class ModelConfig:
         "sqrt(1 - tau) x + sqrt(tau) f(norm(x)) without biases, QK-norm and adapters, and the "
         "embedding is not the head; set model.residual_tau=0.4, model.tie_embeddings=False and "
         "such a model.preset, or model.unit_scaling='loss'"
+      )
+    if self.reward_head and (self.tie_embeddings or self.unit_scaling != "none"):
+      texts.append(
+        f"model.reward_head=True with model.unit_scaling={self.unit_scaling!r} and "
+        f"model.tie_embeddings={self.tie_embeddings}, which are of logits; set 'none' and False"
       )
     if self.head_dim % 2:
       texts.append(f"model.head_dim={self.head_dim} must be even for rotary embeddings")

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax import params as params_lib
-from fp8jax.models import attention_gqa, invariant, lora, mlp_swiglu, rope, unit_scaling
+from fp8jax.models import attention_gqa, heads, invariant, lora, mlp_swiglu, rope, unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
 from fp8jax.ops import cross_entropy, policy_gradient, prologue, residuals, row_tiles, stored_params
@@ -78,24 +78,23 @@ def params(cfg: ModelConfig):
     "norm": Param("D", init="ones", decay=False, trainable=is_trainable),
   }
   if not cfg.tie_embeddings:
-    tree["head"] = Param("DV", std=cfg.init_std, inputs=1, trainable=is_trainable)
+    tree["head"] = heads.declared(cfg)
   return tree
 
 
 def site_params(cfg: ModelConfig):
   """The declarations that become sites: `params`, and the head even where it is tied."""
-  return {**params(cfg), "head": Param("DV", inputs=1, trainable=cfg.lora is None)}
+  return {**params(cfg), "head": heads.declared(cfg)}
 
 
 def gemm_sites(cfg: ModelConfig) -> dict[str, GemmSite]:
   """{path: site} of every GEMM, in order of computation: "layers/mlp/up", ..., "head"."""
-  head = GemmSite("head", head_eqn(cfg), "norm", is_chunked=True)
   layers = {}
   for mixer in mixers(cfg):
     adapted = lora.targets(mixer.params(cfg), mixer.key, cfg.lora) if cfg.lora else ()
     sites = lora.with_sites(mixer.sites, adapted)
     layers |= {f"layers/{mixer.key}/{site.name}": site for site in sites}
-  return {**layers, "head": head}
+  return {**layers, "head": GemmSite("head", heads.equation(cfg), "norm", is_chunked=True)}
 
 
 def activations(cfg: ModelConfig) -> dict[str, Activation]:
@@ -107,7 +106,8 @@ def activations(cfg: ModelConfig) -> dict[str, Activation]:
     for name, activation in mixer.activations(cfg).items()
   }
   stream = Activation("BLD", has_gradient=True)
-  ends = {"embed": stream, "norm": Activation("BLD"), "logits": Activation("BLV")}
+  logits = Activation("BL" + heads.declared(cfg).letters[1])
+  ends = {"embed": stream, "norm": Activation("BLD"), "logits": logits}
   return {**of_mixers, "layers/residual": stream, **ends}
 
 
@@ -117,7 +117,7 @@ def linear_layers(cfg: ModelConfig) -> list[str]:
 
 
 def loss(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
-  """Sum over tokens of weight * -log p(target): a float32 scalar."""
+  """Sum over tokens of weight * -log p(target), or of a reward head over pairs: float32 scalar."""
   return loss_and_aux(params, sites, batch, cfg, run)[0]
 
 
@@ -132,7 +132,7 @@ def loss_and_aux(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
 
 
 def logits(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
-  """float32 [B, L, V]. For inspection and parity; training never builds this."""
+  """float32 [B, L, V], or the scores [B, L, 1] of a reward head. For inspection and parity."""
   return head_logits(hidden(params, sites, batch, cfg, run), params, sites, cfg, run)
 
 
@@ -202,6 +202,8 @@ def layer(x_BLD, of_layer, context: LayerContext, cfg: ModelConfig, run: Compute
 
 def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """(`loss` of what the last layer gave, Aux.sums); `params` and `sites` need no layers."""
+  if cfg.reward_head:
+    return _ranking_loss(x_BLD, params, sites, batch, cfg, run)
   if "policy" in batch:
     return _policy_loss(x_BLD, params, sites, batch, cfg, run)
   if run.is_invariant:
@@ -241,6 +243,16 @@ def _invariant_head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: Com
     return head_loss(x_BLD, of_head, sites, batch, cfg, plain)
 
   return row_tiles.with_gradients_of(as_ever, exact)(x_BLD, ends, batch)
+
+
+def _ranking_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
+  """(`loss` of pairs of rows, whose scores are at their tokens of weight, sums)."""
+  params = stored_params.value({k: p for k, p in params.items() if k != "layers"})
+  run = dataclasses.replace(run, is_invariant=False)
+  h_BLD = normalised(heads.weighted(x_BLD, batch["weights_BL"]), params, sites, cfg, run)
+  scores_BLC = observed(head_logits(h_BLD, params, sites, cfg, run), sites, "logits")
+  loss, sums = heads.bradley_terry(scores_BLC[:, 0, 0], batch["weights_BL"].sum(1))
+  return loss, {"policy": sums}
 
 
 def _policy_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
@@ -370,14 +382,9 @@ def normalised(x_BLD, params, sites, cfg: ModelConfig, run: ComputeConfig):
   return observed(invariant.of_tokens(norm, run)(weight_D, x_BLD), sites, "norm")
 
 
-def head_eqn(cfg: ModelConfig) -> str:
-  """Einsum of the head; a tied one multiplies by the embedding."""
-  return "BLD,VD->BLV" if cfg.tie_embeddings else "BLD,DV->BLV"
-
-
 def _head(params, cfg: ModelConfig):
   # Inference has a tied head beside the embedding if it is quantized.
-  return params["head" if "head" in params else "embed"], head_eqn(cfg)
+  return params["head" if "head" in params else "embed"], heads.equation(cfg)
 
 
 def remat(layer, run: ComputeConfig):

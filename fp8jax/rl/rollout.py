@@ -6,7 +6,7 @@ each.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 
@@ -147,26 +147,36 @@ def laid_out(
     rows: B, at least the completions.
     length: L, at least the tokens of a prompt and its completion but one.
   """
-  names = ("tokens", "targets", "positions", "segments")
-  batch: dict[str, Any] = {f"{n}_BL": np.zeros((rows, length), np.int32) for n in names}
-  for n in ("weights", "advantages", "rollout"):
-    batch[f"{n}_BL"] = np.zeros((rows, length), np.float32)
+  batch = empty(rows, length, ("weights", "advantages", "rollout"))
   if not groups:  # resampling left none for this step
     return batch
   of_groups = policy_gradient.advantages(np.array([g.rewards for g in groups]), objective)
   flat = [(g, c) for g in groups for c in g.completions]
-  lengths = np.array([len(c.tokens) for _, c in flat])
-  each = policy_gradient.token_weights(
-    np.maximum(lengths, 1), objective, rules.sampling.max_new_tokens
+  lengths = np.maximum([len(c.tokens) for _, c in flat], 1)
+  is_learned = of_groups.ravel() > 0 if objective.keeps_best else np.ones(len(flat), bool)
+  each = is_learned * policy_gradient.token_weights(
+    np.where(is_learned, lengths, 0), objective, rules.sampling.max_new_tokens
   )
   for row, ((group, completion), weight, a) in enumerate(
     zip(flat, each, of_groups.ravel(), strict=True)
   ):
-    prompt, drawn = group.question.prompt, completion.tokens
-    text, size = [*prompt, *drawn], len(prompt) + len(drawn) - 1
-    here, own = slice(0, size), slice(len(prompt) - 1, size)
-    batch["tokens_BL"][row, here], batch["targets_BL"][row, here] = text[:-1], text[1:]
-    batch["positions_BL"][row, here], batch["segments_BL"][row, here] = np.arange(size), 1
+    own = put(batch, row, group.question.prompt, completion.tokens)
     batch["weights_BL"][row, own], batch["advantages_BL"][row, own] = weight, a
     batch["rollout_BL"][row, own] = completion.logp
   return batch
+
+
+def empty(rows: int, length: int, weights: Sequence[str] = ("weights",)) -> dict[str, np.ndarray]:
+  """Rows of padding; `weights` name the float32 arrays."""
+  kinds = dict.fromkeys(("tokens", "targets", "positions", "segments"), np.int32)
+  kinds |= dict.fromkeys(weights, np.float32)
+  return {f"{name}_BL": np.zeros((rows, length), kind) for name, kind in kinds.items()}
+
+
+def put(batch: dict[str, np.ndarray], row: int, prompt, completion) -> slice:
+  """Writes a prompt and its completion into a row; the positions whose targets are completed."""
+  text, size = [*prompt, *completion], len(prompt) + len(completion) - 1
+  here = slice(0, size)
+  batch["tokens_BL"][row, here], batch["targets_BL"][row, here] = text[:-1], text[1:]
+  batch["positions_BL"][row, here], batch["segments_BL"][row, here] = np.arange(size), 1
+  return slice(len(prompt) - 1, size)

@@ -27,9 +27,12 @@ class Rules:
   overlong: int = 0
 
 
+REWARD = "reward"  # rl.loss of a reward head
+
+
 # A table: a key a row, its meaning beside it.
 # fmt: off
-@section("rl")
+@section("rl", mapped=True)
 class RL:
   """--job=rl: reinforcement learning from verified answers. An update draws `samples` completions
   of `prompts` questions with the present parameters, and takes `updates_per_rollout` steps on them.
@@ -40,7 +43,15 @@ class RL:
   questions: int = key(0, "per task, the first; 0: all, and 200 of a family", least=0)
   loss: str = key("grpo", 'Policy gradient: "grpo" (arXiv:2402.03300), "dapo" (arXiv:2503.14476: '
     "clip-higher, groups of equal rewards resampled, one mean over all tokens of the update), "
-    '"dr_grpo" (arXiv:2503.20783: no deviation, no length).', choices=tuple(OBJECTIVES))
+    '"dr_grpo" (arXiv:2503.20783: no deviation, no length). "reward": of a reward head on pairs '
+    "(model.reward_head), log(1 + exp(rejected - chosen)) of their scores (Bradley-Terry, "
+    'arXiv:2203.02155).', choices=(*OBJECTIVES, REWARD))
+  pairs: str = key("", "Pairs to learn from: JSON lines, a file or a glob, of texts or messages "
+    '"prompt", "chosen" and "rejected", as trl reads them.')
+  eval_pairs: str = key("", "Held-out pairs, all of which every evaluation ranks (eval.every, "
+    "eval.batch).")
+  reward_model: str = key("", "Hugging Face folder of a reward model, in the place of the tasks' "
+    "verifiers: a completion's reward is its score, in the compute dtype. Of the same tokenizer.")
   prompts: int = key(8, "questions of a rollout", least=1)
   samples: int = key(8, "completions of a question, the group that advantages are relative to",
     least=2)

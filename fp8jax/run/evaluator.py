@@ -183,6 +183,6 @@ def flat(results: dict[str, Any]) -> dict[str, float]:
     f"heldout/{source}/{precision}/{name}": values[name]
     for source, by_precision in results.items()
     for precision, values in by_precision.items()
-    for name in ("loss", "kl")
+    for name in ("loss", "kl", "accuracy", "margin")
     if name in values
   }

@@ -32,6 +32,12 @@ def without_adapters(spec: train_spec.TrainSpec) -> train_spec.TrainSpec:
   )  # fmt: skip
 
 
+def with_logits(spec: train_spec.TrainSpec, is_tied: bool) -> train_spec.TrainSpec:
+  """The spec of the same model with a head of logits in the place of a reward head."""
+  model = dataclasses.replace(spec.model, reward_head=False, tie_embeddings=is_tied)
+  return dataclasses.replace(spec, model=model, declaration=transformer.params(model))
+
+
 def find(spec: train_spec.TrainSpec, workdir: str, step: int | None = None) -> tuple[int, Any]:
   """(step, meta) of a checkpoint; without a step, of weights.step's."""
   if not os.path.isdir(workdir):  # Orbax would create it

@@ -3,13 +3,12 @@
 import jax.numpy as jnp
 
 from fp8jax.models.mixer import Aux
-from fp8jax.ops import policy_gradient
 
 
 def of_aux(aux: Aux, tokens, num_layers: int):
   """Metrics beside the loss: "aux/NAME" of losses, per token and layers added up, and of
   statistics, per token and layer; "distill/cross_entropy" and "distill/kl" per token, "rl/NAME"
-  of ops/policy_gradient.py per drawn token; other Aux.sums as they are.
+  of ops/policy_gradient.py per drawn token or pair; other Aux.sums as they are.
 
   Args:
     aux: sums over the tokens of a step, see models/mixer.py.
@@ -24,6 +23,6 @@ def of_aux(aux: Aux, tokens, num_layers: int):
   if (parts := sums.pop("distill", None)) is not None:
     sums |= {"distill/cross_entropy": parts[0] / tokens, "distill/kl": parts[1] / tokens}
   if (parts := sums.pop("policy", None)) is not None:
-    names = (f"rl/{name}" for name in policy_gradient.SUMS[1:])
-    sums |= dict(zip(names, parts[1:] / jnp.maximum(parts[0], 1), strict=True))
+    count = jnp.maximum(parts["count"], 1)
+    sums |= {f"rl/{name}": value / count for name, value in parts.items() if name != "count"}
   return {**losses, **statistics, **sums}

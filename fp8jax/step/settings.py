@@ -104,6 +104,9 @@ class Model:
     choices=model_config.UNIT_SCALING, mapped=True)
   mixers: tuple | None = key(None, "blocks of a layer, names in models/transformer.py's MIXERS",
     mapped=True)
+  reward_head: bool | None = key(None, "Whether the head gives a score, [D, 1] on the last token's "
+    "final norm, in the place of logits: a reward model, of --job=rl with rl.loss='reward'. None: "
+    "as the folder of init.hf, which may hold either.")
 
 
 @section("precision")

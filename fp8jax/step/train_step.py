@@ -89,7 +89,7 @@ def _begun(spec: train_spec.TrainSpec, params):
 
 
 def _with_adapters(spec: train_spec.TrainSpec, params):
-  """The parameters of a model's files, with fresh adapters, which these do not have."""
+  """The parameters of a model's files, with the adapters and reward head that these lack, fresh."""
   flat, declared = params_lib.flatten(params), params_lib.flatten(spec.declaration)
   missing = {path: p for path, p in declared.items() if path not in flat and p.trainable}
   shardings = {path: spec.run.layout.weight_sharding(p.letters) for path, p in missing.items()}

@@ -62,7 +62,8 @@ ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
   weights.hf eval.tasks eval.data_dir eval.train_data eval.compare_with export.input_scales
   export.gate_text export.client_python export.push_to noise.text generate.prompts generate.out
-  optim.moment_format distill.teacher quantize.text rl.tasks rl.reference rl.reward rl.rollout"""
+  optim.moment_format distill.teacher quantize.text rl.tasks rl.reference rl.reward rl.rollout
+  rl.pairs rl.eval_pairs rl.reward_model"""
 IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
   kernels.optimizer kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy
   memory.save_gemm_inputs memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos
@@ -73,7 +74,7 @@ NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "ca
 NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
   model.lora.rank model.lora.alpha model.lora.targets model.lora.base precision.sensitivity
   precision.invariant precision.schedule precision.policy precision.calibration kernels.optimizer
-  memory.gpu_fraction
+  memory.gpu_fraction model.reward_head
   data.chat_template data.template_date data.samples_per_step data.epochs data.on_untrained
   optim.moment_format distill.weight distill.temperature distill.teacher optim.master_format
   optim.grad_format optim.in_backward loss_scale.kind eval.every checkpoint.every checkpoint.keep
@@ -239,7 +240,7 @@ LEFT_OUT = {
   ),
   models_config.ModelConfig: dict(
     rope_theta=1e4, norm_eps=1e-6, qkv_bias=False, qk_norm=False, tie_embeddings=False,
-    init_std=0.02, residual_tau=0.0,
+    init_std=0.02, residual_tau=0.0, reward_head=False,
   ),
   models_config.RopeScaling: dict(
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, beta_fast=32.0, beta_slow=1.0

@@ -2,6 +2,7 @@
 papers: sums over groups, completions and tokens, differentiated by central differences."""
 
 import dataclasses
+import pathlib
 
 import harness
 import jax
@@ -12,7 +13,7 @@ import pytest
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig
-from fp8jax.ops import policy_gradient, site_tree
+from fp8jax.ops import cross_entropy, policy_gradient, site_tree
 from fp8jax.ops.policy_gradient import OBJECTIVES, Policy
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 2.0, -1.0], [1.0, 1.0, 1.0, 1.0]])
@@ -62,7 +63,7 @@ def loss(name: str, logp, x, cap: float) -> float:
   return -total
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 def test_loss_and_gradient_are_those_of_the_paper(name, cap):
   x, rule = drawn(), dataclasses.replace(OBJECTIVES[name], most_correction=cap)
@@ -84,8 +85,8 @@ def test_loss_and_gradient_are_those_of_the_paper(name, cap):
     down[at] -= 1e-6
     gradient[at] = (loss(name, up, x, cap) - loss(name, down, x, cap)) / 2e-6
   np.testing.assert_allclose(-terms.weights_BL.reshape(gradient.shape), gradient, atol=1e-8)
-  sums = dict(zip(policy_gradient.SUMS, np.asarray(terms.sums), strict=True))
-  assert sums["tokens"] == LENGTHS.sum() and 0 < sums["clipped"] < LENGTHS.sum()
+  sums = {name: np.asarray(x) for name, x in terms.sums.items()}
+  assert sums["count"] == LENGTHS.sum() and 0 < sums["clipped"] < LENGTHS.sum()
   assert (sums["truncated"] > 0) == bool(cap)
 
 
@@ -95,11 +96,11 @@ def test_on_policy_the_gradient_is_the_advantage():
   a = np.repeat(policy_gradient.advantages(REWARDS, rule).reshape(-1, 1), LONGEST, 1)
   terms = policy_gradient.of_tokens(Policy(a, old, old, None, rule), old, np.ones_like(old))
   np.testing.assert_array_equal(terms.weights_BL, a.astype(np.float32))
-  assert np.asarray(terms.sums)[1:].tolist() == [0.0] * 5
+  assert [float(x) for x in terms.sums.values()] == [old.size] + [0.0] * 5
 
 
 def test_a_group_of_equal_rewards_says_nothing():
-  for rule in OBJECTIVES.values():
+  for rule in (OBJECTIVES[name] for name in CLIPS):
     assert not policy_gradient.advantages(np.full((2, 3), 0.7), rule).any()
 
 
@@ -143,6 +144,95 @@ def test_the_models_loss_and_gradient_are_those_of_the_objective(is_invariant):
   (value, sums), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
   want, gradient_wanted = jax.jit(jax.value_and_grad(oracle))(params)
   np.testing.assert_allclose(value, want, rtol=1e-5)
-  assert 0 < sums[1] < sums[0] == (weights > 0).sum() and sums[5] > 0
+  assert 0 < sums["clipped"] < sums["count"] == (weights > 0).sum() and sums["truncated"] > 0
   for got, right in zip(*map(jax.tree.leaves, (gradient, gradient_wanted)), strict=True):
     np.testing.assert_allclose(got, right, rtol=2e-3, atol=2e-6)
+
+
+# --- pairs and kept completions -------------------------------------------------------------------
+
+GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/trl.npz")
+
+
+def neighbours(x):
+  """trl's rows, all chosen and then all rejected, as rows 2i, 2i + 1."""
+  half = len(x) // 2
+  return np.stack([x[:half], x[half:]], 1).reshape(x.shape)
+
+
+@pytest.mark.parametrize("i", range(len(GOLDEN["betas"])))
+def test_dpo_is_trls_on_the_same_logits(i):
+  """Loss, gradient of the logits and rewards, through the model's own chunked cross entropy."""
+  rule = dataclasses.replace(OBJECTIVES["dpo"], beta=float(GOLDEN["betas"][i]))
+  logits, reference, tokens, counts = (
+    neighbours(GOLDEN[name]) for name in ("logits", "reference", "tokens", "completion")
+  )
+  targets, is_drawn = tokens[:, 1:], counts[:, 1:] > 0
+  weights = is_drawn / is_drawn.sum(1, keepdims=True) / len(tokens)
+  logits, reference = logits[:, :-1], reference[:, :-1]
+  pick = lambda x: jnp.take_along_axis(jax.nn.log_softmax(x), targets[..., None], -1)[..., 0]  # noqa: E731
+  with jax.enable_x64(True):
+    policy = Policy(reference_BL=pick(reference), objective=rule)
+    terms = jax.jit(policy_gradient.of_tokens)(policy, pick(logits), weights)
+    np.testing.assert_allclose(terms.loss, GOLDEN[f"{i}/loss"], rtol=1e-12)
+    names = {"chosen": "chosen", "rejected": "rejected", "margin": "margins"}
+    for ours, theirs in {**names, "accuracy": "accuracies"}.items():
+      got = terms.sums[ours] / terms.sums["count"]
+      np.testing.assert_allclose(
+        got, GOLDEN[f"{i}/{theirs}"], rtol=1e-12 if ours in names else 1e-6
+      )
+  site = site_tree.build_sites(transformer.site_params(CFG), CFG.dims, ((".*", "bf16"),))["head"]
+  size = logits.shape[-1]
+
+  def surrogate(logits):  # a head of ones makes the logits
+    own = (jnp.eye(size), "BLD,DV->BLV", targets, terms.weights_BL.astype(np.float32), site, 3)
+    return cross_entropy.cross_entropy(logits, *own)
+
+  gradient = jax.jit(jax.grad(surrogate))(logits.astype(np.float32))
+  want = neighbours(GOLDEN[f"{i}/gradient"])
+  assert not want[:, -1].any()
+  np.testing.assert_allclose(gradient, want[:, :-1], atol=2e-7)
+
+
+def test_pairs_of_padding_weigh_nothing_and_microbatches_add_up():
+  rng = np.random.default_rng(3)
+  logp, reference = -rng.exponential(1.0, (2, 6, 5))
+  lengths = np.array([3, 1, 5, 2, 0, 0])
+  is_drawn = np.arange(5) < lengths[:, None]
+  weights = is_drawn / np.maximum(lengths, 1)[:, None] / 4
+  rule = OBJECTIVES["dpo"]
+
+  def loss(logp):  # as the paper has it
+    own = (np.where(is_drawn, logp - reference, 0)).sum(1)
+    return np.mean([np.log1p(np.exp(-0.1 * (own[2 * n] - own[2 * n + 1]))) for n in range(2)])
+
+  with jax.enable_x64(True):
+    terms = jax.jit(policy_gradient.of_tokens)
+    of = lambda rows: jax.device_get(  # noqa: E731
+      terms(Policy(reference_BL=reference[rows], objective=rule), logp[rows], weights[rows])
+    )
+    whole, parts = of(slice(6)), [of(slice(2 * n, 2 * n + 2)) for n in range(3)]
+  np.testing.assert_allclose(whole.loss, loss(logp), rtol=1e-12)
+  np.testing.assert_allclose(sum(p.loss for p in parts), whole.loss, rtol=1e-12)
+  assert whole.sums["count"] == 2 and parts[2].loss == 0 == parts[2].sums["count"]
+  gradient = np.zeros_like(logp)
+  for at in np.ndindex(gradient.shape):
+    moved = [logp.copy(), logp.copy()]
+    moved[0][at] += 1e-6
+    moved[1][at] -= 1e-6
+    gradient[at] = (loss(moved[0]) - loss(moved[1])) / 2e-6
+  np.testing.assert_allclose(-whole.weights_BL, gradient, atol=1e-9)
+  np.testing.assert_array_equal(np.concatenate([p.weights_BL for p in parts]), whole.weights_BL)
+
+
+def test_rejection_keeps_the_best_of_a_group_that_are_right():
+  rule = OBJECTIVES["rejection"]
+  rewards = np.array([[1, 0, 1], [0, 0, 0], [-1, -0.5, -2], [0.2, 0.7, 0.1]])
+  kept = policy_gradient.advantages(rewards, rule)
+  assert kept.tolist() == [[1, 0, 1], [0, 0, 0], [0, 0, 0], [0, 1, 0]]
+  logp, weights = -np.arange(1.0, 7).reshape(2, 3), np.array([[0.0, 0.25, 0.25], [0, 0, 0.5]])
+  with jax.enable_x64(True):
+    terms = policy_gradient.of_tokens(Policy(objective=rule), logp, weights)
+    terms = jax.device_get(terms)
+  assert terms.loss == 0.25 * 2 + 0.25 * 3 + 0.5 * 6 and terms.sums == {"count": 3}
+  np.testing.assert_array_equal(terms.weights_BL, weights)

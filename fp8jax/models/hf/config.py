@@ -1,5 +1,6 @@
 """config.json of Hugging Face folders <-> ModelConfig; refuses by name what it cannot represent."""
 
+import dataclasses
 import glob
 import json
 import os
@@ -15,6 +16,8 @@ from fp8jax.models.hf import scheme_config
 ARCHITECTURES = {
   name: f"{name.title()}ForCausalLM" for name in ("llama", "mistral", "qwen2", "qwen3")
 }
+# transformers' name of a head in an architecture's, of logits and of a score.
+_HEADS = "CausalLM", "SequenceClassification"
 # The defaults of transformers' classes, where not Llama's, of keys that a file leaves out.
 _ABSENT = {
   "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -50,9 +53,13 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
   names = {v: k for k, v in ARCHITECTURES.items()}
   stated = c.get("architectures")
   first = stated[0] if isinstance(stated, list) and len(stated) == 1 else stated
-  if not isinstance(first, str) or first not in names:
-    raise UserError(f"{where}: architecture {first!r} is not supported; known: {', '.join(names)}")
-  architecture = names[first]
+  of_logits = str(first).replace(_HEADS[1], _HEADS[0])
+  if not isinstance(first, str) or of_logits not in names:
+    raise UserError(
+      f"{where}: architecture {first!r} is not supported; known: {', '.join(names)}, and "
+      f"{_HEADS[1]} in the place of {_HEADS[0]}"
+    )
+  architecture, reward_head = names[of_logits], of_logits != first
   if c.get("model_type", architecture) != architecture:
     raise UserError(
       f"{where}: model_type={c['model_type']!r} and architectures={stated!r} name two models, of "
@@ -87,9 +94,18 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
     norm_eps=c["rms_norm_eps"],
     qkv_bias=architecture == "qwen2",
     qk_norm=architecture == "qwen3",
-    tie_embeddings=bool(c.get("tie_word_embeddings", False)),
+    tie_embeddings=bool(c.get("tie_word_embeddings", False)) and not reward_head,
+    reward_head=reward_head,
     init_std=0.02 if c.get("initializer_range") is None else c["initializer_range"],
   )
+
+
+def with_stored(cfg: ModelConfig, there: ModelConfig) -> ModelConfig:
+  """The model with the vocabulary of a folder, and the head, which a reward model may replace."""
+  changes: dict[str, Any] = {"vocab_size": there.vocab_size}
+  if cfg.reward_head:
+    changes |= {"reward_head": there.reward_head, "tie_embeddings": there.tie_embeddings}
+  return dataclasses.replace(cfg, **changes)
 
 
 _REMEDY = "correct it, or fetch the file again"
@@ -272,7 +288,7 @@ def config_to_hf(
     c.pop(stale, None)
   c.update(
     _UNUSED[cfg.architecture],
-    architectures=[ARCHITECTURES[cfg.architecture]],
+    architectures=[ARCHITECTURES[cfg.architecture].replace(_HEADS[0], _HEADS[cfg.reward_head])],
     model_type=cfg.architecture,
     **{theirs: getattr(cfg, ours) for theirs, ours in _SIZES.items()},
     rope_theta=cfg.rope_theta,
@@ -292,6 +308,9 @@ def config_to_hf(
     if options.get(_ORIGINAL, 0) is None:
       options[_ORIGINAL] = cfg.max_positions
     c["rope_scaling"] = {key: value for key, value in options.items() if value is not None}
+  if cfg.reward_head:  # one label, whose score vLLM gives as it is for a regression
+    label = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    c |= label | {"problem_type": "regression"}
   if quantization is not None:
     c["quantization_config"] = dict(quantization)
   return c

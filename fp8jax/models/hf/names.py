@@ -12,6 +12,7 @@ from fp8jax.models.config import ModelConfig
 
 # Ours -> theirs; mixers name those of layers. Their linears are [out, in]; ours [in..., out...].
 TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+SCORE = "score.weight"  # the head of a reward model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +60,10 @@ def entries(cfg: ModelConfig) -> list[Entry]:
     for name, theirs in (mixer.hf_names or {}).items()
   }
   flat = params.flatten(transformer.params(lora.without(cfg)))
-  listed = []
+  top, listed = TOP | ({"head": SCORE} if cfg.reward_head else {}), []
   for path, p in flat.items():
-    if path in TOP:
-      listed.append(Entry(TOP[path], path, None, p.letters, p.inputs))
+    if path in top:
+      listed.append(Entry(top[path], path, None, p.letters, p.inputs))
       continue
     letters = p.letters.removeprefix("N")
     listed += [

@@ -20,6 +20,8 @@ def check(folder: str, model: ModelConfig):
     harmless.remove("max_positions")
   if there.vocab_size <= model.vocab_size:
     harmless.add("vocab_size")
+  if model.reward_head:
+    harmless |= {"reward_head", "tie_embeddings"}
   different = [
     f"{f.name} {getattr(there, f.name)} there, {getattr(model, f.name)} here"
     for f in dataclasses.fields(model)
@@ -30,6 +32,4 @@ def check(folder: str, model: ModelConfig):
       f"{folder!r} holds another model than the config describes: {'; '.join(different)}. Set "
       "model.preset='hf' and override nothing else of model to take the folder's"
     )
-  hf_weights.check(
-    hf_weights.Folder(folder), dataclasses.replace(model, vocab_size=there.vocab_size)
-  )
+  hf_weights.check(hf_weights.Folder(folder), hf_config.with_stored(model, there))

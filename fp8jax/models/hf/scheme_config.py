@@ -75,7 +75,7 @@ def _rank(module: str, target: str) -> int | None:
 
 def to_config(
   of: Mapping[str, Scheme], unquantized: list[str], scale_fmt: str = "float32",
-  kv_cache: bool = False,
+  kv_cache: bool = False, head: str = HEAD,
 ) -> dict[str, Any]:  # fmt: skip
   """quantization_config.
 
@@ -84,8 +84,9 @@ def to_config(
     unquantized: names of the other linear modules, e.g. "model.layers.0.mlp.up_proj".
     scale_fmt: of SCALE_FMTS, which FINE_GRAINED states.
     kv_cache: whether the folder has scales of keys and values.
+    head: name of the model's, which is never quantized.
   """
-  ignored, first = [HEAD, *unquantized], next(iter(of.values()))
+  ignored, first = [head, *unquantized], next(iter(of.values()))
   if first.method == FINE_GRAINED:
     # transformers and vLLM each read one of the two names of the skipped modules.
     pow2 = {"scale_fmt": "ue8m0"} if scale_fmt == "ue8m0" else {}

@@ -242,8 +242,8 @@ def load_params(
   """float32 parameters of a Hugging Face folder, sharded at birth.
 
   A vocabulary that cfg makes larger than the folder's is filled up with zero rows. Host memory: the
-  destination plus one tensor. Adapters of cfg.lora are not in the tree. Where its base is
-  "block_fp8" and the folder has FP8 blocks, linear layers of layers are StoredMatrix, to the bit.
+  destination plus one tensor. Adapters of cfg.lora are not in the tree, nor a reward head that the
+  folder lacks. Where lora.base is "block_fp8" and it has FP8 blocks, linears are StoredMatrix.
 
   Args:
     codes_of: paths of weights, "layers/mlp/up", that are StoredMatrix too where the folder has
@@ -255,9 +255,9 @@ def load_params(
     (parameter tree, dtype name of the file's weights)
   """
   folder = Folder(source, values=values)
-  stored = dataclasses.replace(cfg, vocab_size=hf_config.read_config(source).vocab_size)
+  stored = hf_config.with_stored(cfg, hf_config.read_config(source))
   dtype = check(folder, stored)
-  entries = names.entries(cfg)
+  entries = [e for e in names.entries(cfg) if e.path != "head" or e.name in folder.files]
   flat = read_entries(folder, entries, cfg, layout, _in_codes(folder, entries, cfg, codes_of))
   if cfg.tie_embeddings and names.TOP["head"] in folder.files:
     _check_tied(folder)
