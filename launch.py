@@ -89,7 +89,9 @@ except ModuleNotFoundError as e:  # the library alone is installed
 CONFIG = config_flags.DEFINE_config_file(
   "config", None, "Which configuration, e.g. configs/debug.py."
 )
-JOB = flags.DEFINE_enum("job", "train", command_line.NAMES, "What to do with it.")
+JOB = flags.DEFINE_enum(
+  "job", "train", command_line.NAMES, "What to do with it; default: its file's JOB, or train."
+)
 WORKDIR = flags.DEFINE_string("workdir", "", "Where the run lives; default runs/<config>[_<arm>].")
 OUT = flags.DEFINE_string(
   "out", "", "--job=export, calibrate, prepare, sensitivity: what to write instead of WORKDIR/..."

@@ -273,6 +273,7 @@ def compare(
   margin: float = MARGIN,
   resamples: int = RESAMPLES,
   seed: int = 0,
+  count: int = 1,
 ) -> Comparison:
   """Non-inferiority of a candidate, paired by seed and item.
 
@@ -287,6 +288,7 @@ def compare(
       is the same seed and column i the same item.
     margin: points that the candidate may lose; fixed beforehand.
     seed: of the resampling.
+    count: of comparisons whose intervals are to hold together (Bonferroni).
 
   Raises:
     ValueError: the shapes differ or are empty, or the margin is not positive.
@@ -299,7 +301,7 @@ def compare(
   if margin <= 0:
     raise ValueError(f"a margin of {margin} points; expected a positive number")
   difference_RI = 100 * (candidate_RI - baseline_RI)
-  low, high = _quantiles(_two_level(difference_RI, resamples, seed))
+  low, high = _quantiles(_two_level(difference_RI, resamples, seed), count)
   return Comparison(
     difference=float(difference_RI.mean()),
     low=low,

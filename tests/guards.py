@@ -35,17 +35,7 @@ EXACT = ("golden", "program")
 RINGS = {
   "library": ("", "recipe", "quantization", "kernels", "ops", "optim", "integrations"),
   "trainer": ("models", "data", "phases", "step", "config", "compiled", "run"),
-  "lab": (
-    "generation",
-    "evaluation",
-    "export",
-    "sensitivity",
-    "search",
-    "report",
-    "sweeps",
-    "ptq",
-    "rl",
-  ),  # fmt: skip
+  "lab": tuple("generation evaluation export sensitivity search report sweeps ptq rl".split()),
   "launcher": ("jobs",),
 }
 # Say the noun instead; `spec`, snapshot, firing, again are the field's.

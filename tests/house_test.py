@@ -29,7 +29,7 @@ PACKAGE = ROOT / "fp8jax"
 FLOORS = (
   ("",), ("recipe",), ("quantization",), ("kernels",), ("ops",), ("models", "optim", "data"),
   ("phases",), ("step",), ("config",), ("compiled",), ("run",), ("ptq",), ("generation",),
-  ("evaluation",), ("report",), ("export", "sensitivity"), ("search",), ("sweeps",),
+  ("evaluation",), ("report",), ("export", "sensitivity", "rl"), ("search",), ("sweeps",),
   ("jobs", "integrations"),
 )  # fmt: skip
 # Keys of a configuration: declared in the folder that owns them, read by `config`, so that a
@@ -49,6 +49,7 @@ EXTRAS_OF_FILES = {
     "report/compare_charts.py",
     "report/exponent_charts.py",
     "report/run_report.py",
+    "rl/page.py",
     "sensitivity/page.py",
   ),
   "lm_eval": ("evaluation/lm_eval.py",),

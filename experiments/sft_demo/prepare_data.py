@@ -1,8 +1,10 @@
-"""Conversations for configs/sft_smollm2.py: sums with their working, made here, no download.
+"""Conversations for configs/sft_smollm2.py, and questions for configs/rl_smollm2.py: sums.
 
 command: python experiments/sft_demo/prepare_data.py assets/sft_demo
 
-stage1.jsonl: one question each; stage2.jsonl: two questions each, the second about the first sum.
+All are made here, without a download. stage1.jsonl: a question and its working each; stage2.jsonl:
+two questions each, the second about the first sum; learned.jsonl, held_out.jsonl: questions with
+their answers, no sum of which is in another file.
 """
 
 import json
@@ -10,7 +12,7 @@ import pathlib
 import random
 import sys
 
-COUNT = 92
+COUNT, LEARNED, HELD_OUT = 92, 200, 48
 
 
 def working(a: int, b: int) -> str:
@@ -39,12 +41,26 @@ def conversation(rng: random.Random, turns: int) -> dict:
   return {"messages": messages}
 
 
+def questions(folder: pathlib.Path):
+  """Writes learned.jsonl and held_out.jsonl."""
+  texts = "".join((folder / f"stage{n}.jsonl").read_text() for n in (1, 2))
+  pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if f" {a} + {b}?" not in texts]
+  chosen = random.Random(3).sample(pairs, LEARNED + HELD_OUT)
+  for name, part in (("learned", chosen[:LEARNED]), ("held_out", chosen[LEARNED:])):
+    rows = [
+      {"question": f"What is {a} + {b}?", "answer": str(a + b), "verifier": "exact"}
+      for a, b in part
+    ]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def main(folder: pathlib.Path):
   folder.mkdir(parents=True, exist_ok=True)
   for turns in (1, 2):
     rng = random.Random(turns)
     lines = [json.dumps(conversation(rng, turns)) + "\n" for _ in range(COUNT)]
     (folder / f"stage{turns}.jsonl").write_text("".join(lines))
+  questions(folder)
 
 
 if __name__ == "__main__":

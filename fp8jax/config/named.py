@@ -48,6 +48,12 @@ def flat(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
   return identity.flatten(load(name, changes))
 
 
+def job(path: str) -> str:
+  """The job of a configuration's file, which it names as JOB; "train" without."""
+  with of_user(path):
+    return str(runpy.run_path(path).get("JOB", "train"))
+
+
 def load(name: str, changes: Mapping[str, Any]) -> Config:
   """The configuration of "FILE" or "FILE:ARM" with `changes`, {"optim.peak_lr": 1e-3}.
 

@@ -28,7 +28,7 @@ from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import attention_gqa, lora, presets, transformer
 from fp8jax.models import config as model_config
 from fp8jax.models.hf import config as hf_config_lib
-from fp8jax.models.hf import peft
+from fp8jax.models.hf import peft, same_model
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import residuals, site, site_tree
 from fp8jax.optim import groups, optimizers, param_stats, sparsity, storage
@@ -150,7 +150,7 @@ def _checked_model(c: Config, needs: Needs, problems: ConfigErrors):
     f"seq_len={c.seq_len} is longer than model.max_positions={model.max_positions}",
   )
   if folder and not model.problems():
-    problems.attempt(lambda: _check_folder(folder, model), its_key)
+    problems.attempt(lambda: same_model.check(folder, model), its_key)
   return model
 
 
@@ -222,7 +222,7 @@ def _check_teacher(c: Config, model: model_config.ModelConfig):
   if folder := c.distill.teacher or (not c.init.workdir and c.init.hf):
     here = dataclasses.replace(model, lora=None)
     if c.distill.teacher:
-      _check_folder(folder, here)
+      same_model.check(folder, here)
     codes = hf_weights.codes_of(folder, here)
     is_own = bool(c.init.hf) and hub.local(folder) == hub.local(c.init.hf)
     if codes and is_own:
@@ -237,30 +237,6 @@ def _check_teacher(c: Config, model: model_config.ModelConfig):
         f"{here.vocab_size}: it says nothing of the other tokens; set model.vocab_size=None, or "
         "distill.teacher to a folder of this vocabulary"
       )
-
-
-def _check_folder(folder: str, model: model_config.ModelConfig):
-  """The weights that training starts from are those of the model; reads headers only."""
-  there = hf_config_lib.read_config(folder)
-  # These do not change what the weights compute; a vocabulary may be padded.
-  harmless = {"init_std", "max_positions", "lora", "unit_scaling"}
-  if there.rope_scaling.kind == "dynamic":  # its frequencies depend on the length
-    harmless.remove("max_positions")
-  if there.vocab_size <= model.vocab_size:
-    harmless.add("vocab_size")
-  different = [
-    f"{f.name} {getattr(there, f.name)} there, {getattr(model, f.name)} here"
-    for f in dataclasses.fields(model)
-    if f.name not in harmless and getattr(there, f.name) != getattr(model, f.name)
-  ]
-  if different:
-    raise ValueError(
-      f"{folder!r} holds another model than the config describes: {'; '.join(different)}. Set "
-      "model.preset='hf' and override nothing else of model to take the folder's"
-    )
-  hf_weights.check(
-    hf_weights.Folder(folder), dataclasses.replace(model, vocab_size=there.vocab_size)
-  )
 
 
 def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors):

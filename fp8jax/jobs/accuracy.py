@@ -22,16 +22,20 @@ from fp8jax.step.state import State
 
 
 class TaskAccuracy:
-  """The tasks that policies of a run decide by; none of them without such a policy.
+  """The tasks of a run that are asked at its evaluations: where its policies decide by them, or its
+  job asks.
 
   Attributes:
     identity: {"eval.tasks": the tasks by content}, which a resumed run must have again.
   """
 
-  def __init__(self, spec: train_spec.TrainSpec, workdir: str, say: Callable[[str], None]):
+  def __init__(
+    self, spec: train_spec.TrainSpec, workdir: str, say: Callable[[str], None], asks: bool = False
+  ):  # fmt: skip
     """
     Args:
       say: takes a line per task.
+      asks: whether the job asks eval.tasks.
 
     Raises:
       UserError, FileNotFoundError: a task cannot be read, or a metric names none of them.
@@ -40,7 +44,7 @@ class TaskAccuracy:
     self._tasks: tuple[Task, ...] = ()
     self._generator: api.Generator | None = None
     policies = spec.precision.policy
-    if not policy.asks_tasks(policies):
+    if not policy.asks_tasks(policies) and not (asks and spec.of(Tasks).tasks):
       return
     self._tasks, problems = catalog.load(spec.of(Tasks)), ConfigErrors()
     metrics = {policy.ACCURACY, *(f"{policy.ACCURACY}/{task.name}" for task in self._tasks)}
@@ -55,6 +59,9 @@ class TaskAccuracy:
     problems.refuse()
     prints = (f"{task.name} {task.fingerprint[:16]}" for task in self._tasks)
     self.identity = {"eval.tasks": ", ".join(prints)}
+
+  def __bool__(self) -> bool:
+    return bool(self._tasks)
 
   def _too_long(self, spec: train_spec.TrainSpec) -> list[str]:
     """The first prompt of every task that leaves no room for an answer, in words."""
@@ -125,16 +132,18 @@ class RunEvaluation:
   def run(self, state: State, step: int, stop: Callable[[int], bool] | None = None) -> bool:
     """Whether there is an evaluation of this step now, if there shall be any."""
     now, done, reports = self._now, self._saver.evaluations, self._reports
-    if str(step) in done or not now.spec.eval.tokens:
+    if str(step) in done or not (now.spec.eval.tokens or self._tasks):
       return True
     phase, scaling_states = now.spec.phase(max(step - 1, 0)), state.scaling_states
     if now.calibration and not step:
       scaling_states = now.calibration[phase]
     self._evaluator.spec = now.spec
     with reports.clock.on("evaluation"):
-      results = self._evaluator.run(state.params, scaling_states, phase, stop)
+      results, is_text = {}, bool(now.spec.eval.tokens)
+      if is_text:
+        results = self._evaluator.run(state.params, scaling_states, phase, stop)
       asked = (now.spec, state.params, scaling_states, phase, step, stop)
-      right = self._tasks.run(*asked) if results else None
+      right = self._tasks.run(*asked) if results or not is_text else None
     if right is None:
       return False
     done[str(step)] = results
@@ -143,6 +152,6 @@ class RunEvaluation:
       reports.out.print(line)
     if step < now.spec.steps:  # nothing is left to decide after the last one
       with reports.steering(now):
-        values = evaluator_lib.metrics(results) | right
+        values = (evaluator_lib.metrics(results) if results else {}) | right
         now.undo = now.policies.evaluated(step, values, self._saver.checkpoints)
     return True

@@ -1,23 +1,36 @@
 """Refusals of the sections that one job reads, in words."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Sequence
 from typing import Any
 
-from fp8jax.config import registry
+from fp8jax.config import layout as layout_checks
+from fp8jax.config import precision, registry
 from fp8jax.errors import ConfigErrors
 from fp8jax.evaluation import catalog
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.export import checks as export_checks
 from fp8jax.generation import api
 from fp8jax.generation.settings import Generate, PlanInference
+from fp8jax.models import transformer
 from fp8jax.ops import switch
 from fp8jax.phases import policy
 from fp8jax.ptq import methods
 from fp8jax.recipe import rules
 from fp8jax.search.settings import Search
 from fp8jax.step.train_spec import TrainSpec
+
+
+def train_problems(c: Any) -> list[str]:
+  """The problems of sections that --job=train does not read, in words."""
+  if not c.rl.tasks:
+    return []
+  return [
+    f"rl.tasks={c.rl.tasks!r} is read by --job=rl, and --job=train would learn data.sources; give "
+    "--job=rl, or set rl.tasks=''"
+  ]
 
 
 def calibrate_problems(c: Any) -> list[str]:
@@ -130,14 +143,40 @@ def noise_problems(c: Any) -> list[str]:
   """The problems of a config's noise section, in words."""
   collected = ConfigErrors()
   collected.file("noise.text", c.noise.text, "name a text file, or '' for held-out text")
-  for name in c.noise.recipes:
-    recipe = collected.attempt(lambda name=name: rules.recipe_by_name(name), "noise.recipes")
+  _check_recipes(collected, "noise.recipes", c.noise.recipes)
+  return collected.found
+
+
+def rl_problems(c: Any) -> list[str]:
+  """The problems of a config's rl section and of those that it reads, in words."""
+  collected = ConfigErrors()
+  collected.extend(evaluation_problems(c))
+  _check_recipes(collected, "rl.rollout", (c.rl.rollout,) if c.rl.rollout else ())
+  return collected.found
+
+
+def _check_recipes(collected: ConfigErrors, key: str, names: Sequence[str]):
+  """Recipes of another forward pass than training's, by name."""
+  for name in names:
+    recipe = collected.attempt(lambda name=name: rules.recipe_by_name(name), key)
     collected.check(
       not recipe or not recipe.is_stateful,
-      f"noise.recipes: {name!r} has delayed or static scales, which belong to a run; make it the "
-      "recipe of the job, --config=FILE:RECIPE, with that run's workdir or precision.calibration",
+      f"{key}: {name!r} has delayed or static scales, which belong to a run; make it the recipe of "
+      "the job, --config=FILE:RECIPE, with that run's workdir or precision.calibration",
     )
-  return collected.found
+
+
+def recipe_problems(spec: TrainSpec, key: str, names: Sequence[str]) -> list[str]:
+  """The problems of other recipes of the layers with this model and mesh, in words."""
+  texts, layout, dims = [], spec.run.layout, spec.model.dims
+  sites = transformer.site_params(spec.model)
+  for one in (spec.with_recipe(name).precision for name in names):
+    texts += precision.frozen_problems(one, spec.model, layout)
+    texts += precision.invariant_problems(dataclasses.replace(spec, precision=one))
+    if layout.mesh is not None:
+      split = (sites, dims, one.phases[0].rules, layout, None)
+      texts += layout_checks.find_misaligned_tiles(*split)
+  return [f"{key}: {text}" for text in texts]
 
 
 def plan_inference_problems(config: Any) -> list[str]:

@@ -36,14 +36,13 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
     _refuse(f"no config file {path!r}{_nearest_file(path)}")
   _check_sweep(argv, name, job)
   if job:
-    near = nearest(job, NAMES)
-    if job not in NAMES:
-      hint = f"did you mean {near!r}?" if near else "there is no such job"
-      _refuse(f"--job={job!r} is not one of {', '.join(map(repr, NAMES))}; {hint}")
+    _check_job(job, "--job=")
   try:
     if name is not None:  # absl runs the file again, and tells less of what is wrong with it
       config_files.check_keys(named.load(name, {}), base)
     rest = flags.FLAGS(argv)
+    if path and not job:
+      flags.FLAGS["job"].value = _check_job(named.job(path), f"{path}: JOB=")
     flags.FLAGS["config"].value  # noqa: B018  (without an override, the file runs only here)
     return rest
   except ConfigError as e:
@@ -65,6 +64,14 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
     _refuse(f"{e}" + f"; did you mean --config.{near}?" * is_key)
   except (flags.Error, ValueError) as e:
     _refuse(str(e).strip().splitlines()[-1])
+
+
+def _check_job(job: str, where: str) -> str:
+  if job not in NAMES:
+    near = nearest(job, NAMES)
+    hint = f"did you mean {near!r}?" if near else "there is no such job"
+    _refuse(f"{where}{job!r} is not one of {', '.join(map(repr, NAMES))}; {hint}")
+  return job
 
 
 def _check_sweep(argv: list[str], config: str | None, job: str | None):

@@ -1,18 +1,14 @@
 """The noise floor of a model by recipe: its difference from itself with norms one ulp larger."""
 
-import dataclasses
 import os
 from typing import Any
 
 from fp8jax import console as console_lib
-from fp8jax.config import layout as layout_checks
-from fp8jax.config import precision
 from fp8jax.data import loader
 from fp8jax.evaluation import divergence
 from fp8jax.evaluation.settings import Noise
-from fp8jax.models import lora, transformer
+from fp8jax.jobs import checks
 from fp8jax.ops import site as site_lib
-from fp8jax.phases.schedule import Phase, Precision
 from fp8jax.records import make_folder
 from fp8jax.run import provenance
 from fp8jax.run.restore import load_trained, output_folder, sites_with_scales
@@ -30,7 +26,7 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
   loaded = load_trained(spec, workdir)
   own = loaded.spec
   measured = [(own, loaded.phase, loaded.states)]
-  measured += [(_with_recipe(own, name), 0, {}) for name in n.recipes]
+  measured += [(own.with_recipe(name), 0, {}) for name in n.recipes]
   trees = [sites_with_scales(*one) for one in measured]  # refused before the work
   rows = []
   for (of, phase, _), sites in zip(measured, trees, strict=True):
@@ -54,18 +50,4 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
 
 def problems_of_spec(spec: TrainSpec) -> list[str]:
   """The problems of noise.recipes with this model and mesh, in words."""
-  texts, layout, dims = [], spec.run.layout, spec.model.dims
-  sites = transformer.site_params(spec.model)
-  for one in (_with_recipe(spec, name).precision for name in spec.of(Noise).recipes):
-    texts += precision.frozen_problems(one, spec.model, layout)
-    texts += precision.invariant_problems(dataclasses.replace(spec, precision=one))
-    if layout.mesh is not None:
-      split = (sites, dims, one.phases[0].rules, layout, None)
-      texts += layout_checks.find_misaligned_tiles(*split)
-  return [f"noise.recipes: {text}" for text in texts]
-
-
-def _with_recipe(spec: TrainSpec, name: str) -> TrainSpec:
-  """The spec with this recipe in the layers, as --config=FILE:RECIPE."""
-  rules = (*(lora.RULES if spec.model.lora else ()), ("head", "bf16"), ("layers/.*", name))
-  return dataclasses.replace(spec, precision=Precision((Phase(0, rules),)))
+  return checks.recipe_problems(spec, "noise.recipes", spec.of(Noise).recipes)

@@ -8,9 +8,10 @@ from fp8jax.errors import UserError
 
 def others() -> tuple[Any, ...]:
   """See run_report.Others; needs the extra `report`."""
-  from fp8jax.sensitivity import page
+  from fp8jax.rl import page as of_rl
+  from fp8jax.sensitivity import page as of_sensitivity
 
-  return (page.of_run,)
+  return of_sensitivity.of_run, of_rl.of_run
 
 
 def run(workdir: str, extra: list[str]) -> str:

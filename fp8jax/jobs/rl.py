@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import hashlib
+import math
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,29 +13,41 @@ import grain
 import jax
 import numpy as np
 
+from fp8jax import console as console_lib
+from fp8jax import records, statistics
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.evaluation import catalog, tasks
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation import api
+from fp8jax.generation.completion import LENGTH
 from fp8jax.generation.settings import Generate
-from fp8jax.jobs import evaluate_tasks, run_state, train
+from fp8jax.jobs import checks, evaluate_tasks, run_state, start, train
 from fp8jax.jobs import generator as generator_lib
-from fp8jax.models import transformer
+from fp8jax.models import lora, transformer
+from fp8jax.models.hf import same_model
 from fp8jax.ops import policy_gradient
-from fp8jax.records import make_folder
-from fp8jax.rl import rollout
+from fp8jax.phases import policy
+from fp8jax.rl import reward, rollout
 from fp8jax.rl.settings import RL
 from fp8jax.run import evaluator
+from fp8jax.step import distillation
 from fp8jax.step.train_spec import TrainSpec
 
-FOLDER = "rollouts"
-_OF_POLICY = ("advantages", "old", "rollout")
+_OF_POLICY = ("advantages", "old", "rollout", "reference")
 
 
 def problems_of_spec(spec: TrainSpec) -> list[str]:
   """The problems of a run's rl section with the rest, in words."""
-  own, texts = spec.of(RL), []
+  own, g = spec.of(RL), spec.of(Generate)
+  texts = [*checks.accuracy_problems(spec), *_reference_problems(spec)]
+  if own.rollout:
+    texts += checks.recipe_problems(spec, "rl.rollout", (own.rollout,))
+  if not 0 <= own.objective.kl < math.inf:
+    texts.append(f"rl.kl={own.objective.kl} must be 0, no reference, or positive and finite")
+  low, high = own.objective.clip_low, own.objective.clip_high
+  if not (0 <= low <= 1 and 0 <= high < math.inf):
+    texts.append(f"rl.clip_low={low} must be from 0 to 1, rl.clip_high={high} 0 or positive")
   if not own.tasks:
     texts.append("rl.tasks='' names no question to learn from; see eval.tasks for what there is")
   if own.prompts % own.updates_per_rollout:
@@ -51,7 +65,17 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
     texts.append(f"rl.temperature={own.temperature} must be positive: greedy draws are all alike")
   if own.overlong >= own.max_new_tokens:
     texts.append(f"rl.overlong={own.overlong} must be below rl.max_new_tokens={own.max_new_tokens}")
-  if not spec.of(Generate).max_length:
+  if g.top_p != 1 or g.top_k:
+    texts.append(
+      f"generate.top_p={g.top_p}, generate.top_k={g.top_k}: a token's probability would be another "
+      "in the rollout than in training; set top_p=1.0 and top_k=0"
+    )
+  if any(isinstance(one, policy.RollBack) for one in spec.precision.policy):
+    texts.append(
+      "precision.policy rolls back with --job=rl: its batches are drawn by the parameters, and the "
+      "same ones would come again; leave that policy out"
+    )
+  if not g.max_length:
     texts.append(
       "generate.max_length=0: the cache of a rollout has one size, so that a completion does not "
       "depend on others; set it to the longest prompt and completion together"
@@ -59,6 +83,29 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   if jax.process_count() > 1:
     texts.append("--job=rl draws in one process; start one for all of its devices")
   return texts
+
+
+def _reference_problems(spec: TrainSpec) -> list[str]:
+  own, init = spec.of(RL), spec.init
+  if not own.objective.kl > 0:
+    return []
+  if own.reference:
+    try:
+      same_model.check(own.reference, lora.without(spec.model))
+    except (ValueError, OSError) as e:
+      return [f"rl.reference: {e}"]
+  elif not (init.hf or init.workdir):
+    return [
+      f"rl.kl={own.objective.kl} (set, or of rl.loss={own.loss!r}) without a reference: weights "
+      "are drawn at random; set init.hf or init.workdir to weights to start from, rl.reference to "
+      "a folder, or rl.kl=0"
+    ]
+  elif init.adapters:
+    return [
+      f"rl.kl={own.objective.kl} with init.adapters={init.adapters!r}: the frozen base is not what "
+      "training starts from; merge them (--job=export) and set rl.reference to the folder"
+    ]
+  return []
 
 
 class Questions:
@@ -121,20 +168,32 @@ def questions(spec: TrainSpec) -> list[rollout.Question]:
 class RLState(run_state.RunState):
   """The state of a run that learns from its own completions."""
 
-  def __init__(self, workdir: str, policies, table, batches: Questions, *args, **options):
+  def __init__(
+    self, workdir: str, judge: rollout.Judge, reference, policies, table, batches: Questions,
+    *args, **options,
+  ):  # fmt: skip
+    """
+    Args:
+      judge: gives rewards.
+      reference: parameters of the reference, as a teacher's (step/distillation.py); None without.
+    """
     super().__init__(policies, table, batches, *args, **options)
-    self._own, self._folder = self.spec.of(RL), os.path.join(workdir, FOLDER)
-    self._workdir, self._update = workdir, (-1, [])
+    self._own, self._folder = self.spec.of(RL), os.path.join(workdir, rollout.FOLDER)
+    self._workdir, self._judge, self._reference = workdir, judge, reference
+    self._update: tuple[int, list[dict[str, np.ndarray]]] = (-1, [])
     self._generator: api.Generator | None = None
-    self.values: dict[str, float] = {}
+    self._values: dict[str, float] = {}
+
+  def feeds_by(self, step: int) -> str:
+    is_kept = step % self._own.updates_per_rollout
+    return "data_wait" if is_kept else "rollout"
 
   def next_batch(self, state, step: int):
     """(the part of the rollout that the step after `step` steps learns from, its number)."""
-    cycle, part = divmod(step, self._own.updates_per_rollout)
-    if self._update[0] != cycle:
-      path = os.path.join(self._folder, f"{cycle:06d}.npz")
-      arrays = self._saved(path) if part else self._drawn(state, step, cycle, path)
-      self._update = cycle, arrays
+    (cycle, part), self._values = divmod(step, self._own.updates_per_rollout), {}
+    if not part or self._update[0] != cycle:
+      path = os.path.join(self._folder, f"{cycle:06d}")
+      self._update = cycle, self._saved(path) if part else self._drawn(state, step, cycle, path)
     return self._update[1][part], step
 
   def enter(self, state, step: int, batch):
@@ -142,18 +201,18 @@ class RLState(run_state.RunState):
 
   def take_step(self, state, batch, is_loud: bool):
     state, values = super().take_step(state, self._with_policy(batch), is_loud)
-    return state, {**values, **self.values}
+    return state, {**values, **self._values}
 
   def _with_policy(self, batch):
     batch, own = dict(batch), self._own
-    arrays = {f"{name}_BL": batch.pop(f"{name}_BL") for name in _OF_POLICY}
-    policy = policy_gradient.Policy(
+    arrays = {f"{name}_BL": batch.pop(f"{name}_BL", None) for name in _OF_POLICY}
+    of_policy = policy_gradient.Policy(
       **arrays, objective=own.objective, temperature=own.temperature
-    )  # fmt: skip
-    return {**batch, "policy": policy}
+    )
+    return {**batch, "policy": of_policy}
 
   def _saved(self, path: str) -> list[dict[str, np.ndarray]]:
-    with np.load(path) as stored:
+    with np.load(f"{path}.npz") as stored:
       count = self._own.updates_per_rollout
       return [
         {k.partition("/")[2]: stored[k] for k in stored.files if k.startswith(f"{n}/")}
@@ -169,47 +228,74 @@ class RLState(run_state.RunState):
     )
     phase = spec.phase(step)
     sites = evaluator.sites_of(spec, None, state.scaling_states, phase)
-    drawing = evaluator.sites_of(spec, own.rollout or None, state.scaling_states, phase)
+    drawing = sites
+    if own.rollout:
+      drawing = evaluator.sites_of(spec.with_recipe(own.rollout), None, {})
     if self._generator is None:
       self._generator = generator_lib.make(spec, self._workdir, state.params, drawing)
     else:
       self._generator.take(state.params, drawing)
-    made = rollout.collect(self.batches, self._generator.generate, rules, own.objective)
+    begun = time.perf_counter()
+    generate = self._generator.generate
+    groups, dropped = rollout.collect(self.batches, generate, self._judge, rules, own.objective)
+    seconds = time.perf_counter() - begun
     self._generator.release()
-    groups, dropped = made
     each = own.prompts // own.updates_per_rollout
     size = rules, own.objective, spec.global_batch, spec.data.seq_len
     parts = [
       rollout.laid_out(groups[n : n + each], *size) for n in range(0, own.prompts, each)
     ]  # fmt: skip
     for part in parts:
-      part["old_BL"] = self._scored(state.params, sites, part)
-    self._keep(path, parts)
-    rewards = np.array([r for g in groups for r in g.rewards])
-    lengths = np.array([len(c.tokens) for g in groups for c in g.completions])
-    logp = np.concatenate([c.logp for g in groups for c in g.completions])
-    self.values = {
-      "rl/reward": float(rewards.mean()), "rl/length": float(lengths.mean()),
-      "rl/entropy": float(-logp.mean()), "rl/equal_groups": float(dropped),
-    }  # fmt: skip
-    self._out.print(
-      f"rollout {cycle}: reward {rewards.mean():.3f} of {len(rewards)} completions, "
-      f"{lengths.mean():.1f} tokens each"
-    )
+      part["old_BL"] = _logp(spec, own.temperature, state.params, sites, part)
+      if self._reference is not None:
+        frozen = distillation.of_student(self._reference, state.params)
+        part["reference_BL"] = _logp(spec, own.temperature, frozen, sites, part, is_base=True)
+    self._keep(path, parts, groups)
+    self._say(cycle, groups, dropped, seconds)
     return parts
 
-  def _scored(self, params, sites, part) -> np.ndarray:
-    cfg, run, t = self.spec.model, self.spec.run, self._own.temperature
-    names = ("tokens_BL", "targets_BL", "positions_BL", "segments_BL")
-    batch = {n: jax.device_put(part[n], run.layout.act_sharding("BL")) for n in names}
-    return np.asarray(_score(params, sites, batch, cfg=cfg, run=run, t=t))
+  def _say(self, cycle: int, groups: list[rollout.Group], dropped: int, seconds: float):
+    """Prints what a rollout brought, and keeps it for the metrics of the next step."""
+    rewards = np.array([g.rewards for g in groups])
+    completions = [c for g in groups for c in g.completions]
+    tokens = sum(len(c.tokens) for c in completions)
+    logp = np.concatenate([c.logp for c in completions])
+    # Wilson's interval is of shares.
+    is_share = 0 <= rewards.min() <= rewards.max() <= 1
+    of = (statistics.of_items if is_share else statistics.bootstrap)(rewards.mean(1))
+    self._values = {
+      "rl/reward": of.estimate, "rl/reward_low": of.low, "rl/reward_high": of.high,
+      "rl/length": tokens / len(completions), "rl/entropy": float(-logp.mean()),
+      "rl/cut": float(np.mean([c.finish_reason == LENGTH for c in completions])),
+      "rl/equal_groups": float(dropped), "rl/rollout_tokens_per_second": tokens / seconds,
+    }  # fmt: skip
+    self._out.print(
+      f"rollout {cycle}: reward {of.estimate:.3f} [{of.low:.3f}, {of.high:.3f}] of {len(groups)} "
+      f"questions x {self._own.samples}, {tokens / len(completions):.1f} tokens each, "
+      f"{tokens / seconds:,.0f} tokens/s"
+    )
 
-  def _keep(self, path: str, parts):
-    make_folder(self._folder, "--workdir")
+  def _keep(self, path: str, parts, groups: list[rollout.Group]):
+    """Writes a rollout's arrays, from which a run goes on within it, and its texts to read."""
+    records.make_folder(self._folder, "--workdir")
     flat = {f"{n}/{k}": x for n, part in enumerate(parts) for k, x in part.items()}
-    with open(f"{path}.tmp", "wb") as f:
+    with records.replacing(f"{path}.npz") as part, open(part, "wb") as f:
       np.savez_compressed(f, **flat)
-    os.replace(f"{path}.tmp", path)
+    with records.replacing(f"{path}.jsonl") as part, open(part, "w") as f:
+      f.writelines(records.to_json(rollout.as_row(group), None) + "\n" for group in groups)
+
+
+def _logp(spec: TrainSpec, t: float, params, sites, part, is_base: bool = False) -> np.ndarray:
+  """float32 [B, L] log-probabilities of a batch's targets at a temperature.
+
+  Args:
+    params: also of the reference.
+    is_base: whether they have no adapters, whatever the run's.
+  """
+  cfg, run = lora.without(spec.model) if is_base else spec.model, spec.run
+  names = ("tokens_BL", "targets_BL", "positions_BL", "segments_BL")
+  batch = {n: jax.device_put(part[n], run.layout.act_sharding("BL")) for n in names}
+  return np.asarray(_score(params, sites, batch, cfg=cfg, run=run, t=t))
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "run", "t"))
@@ -220,10 +306,25 @@ def _score(params, sites, batch, *, cfg, run, t):
 
 
 def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
-  """Learns, or resumes; as train.run."""
-  found = questions(spec)
+  """Learns, or resumes; as train.run.
+
+  Raises:
+    UserError: see `questions`, and rl/reward.py.
+  """
+  own, found, out = spec.of(RL), questions(spec), console_lib.console()
+  judge = reward.OfFunction(own.reward) if own.reward else reward.of_verifiers
   text = "|".join(f"{q.task.fingerprint} {q.item.name}" for q in found)
-  prompts = hashlib.sha256(text.encode()).hexdigest()[:16]
-  make = functools.partial(RLState, workdir)
-  feed = train.Feed(prompts, lambda spec: Questions(spec, found))
-  return train.run(spec, workdir, make_state=make, feed=feed)
+  contents, reference = {}, None
+  if isinstance(judge, reward.OfFunction):
+    contents["rl.reward"] = f"{own.reward} {judge.fingerprint}"
+  if own.objective.kl:
+    reference, where = start.frozen(spec, own.reference, "rl.reference")
+    contents |= distillation.identity(reference, "rl.reference")
+    out.print(f"reference: {where}, multiplied as the policy; rl.kl={own.objective.kl}")
+  feed = train.Feed(
+    hashlib.sha256(text.encode()).hexdigest()[:16], lambda spec: Questions(spec, found), contents,
+    asks=True,
+  )  # fmt: skip
+  return train.run(
+    spec, workdir, make_state=functools.partial(RLState, workdir, judge, reference), feed=feed
+  )

@@ -8,7 +8,6 @@ import jax
 import rich.console
 
 from fp8jax.compiled import expected_gemms, fp8_gemms
-from fp8jax.data import batch_sharding
 from fp8jax.jobs import policy_runner
 from fp8jax.kernels import self_test
 from fp8jax.ops import site_tree
@@ -27,7 +26,7 @@ class RunState:
   Attributes:
     policies: of the policies; its spec has the phases that they began.
     calibration: {phase: scaling states} of precision.calibration's table, or None.
-    batches: of its data.
+    batches: of its data, as batch_sharding.TrainBatches.
     disturb: a fault for drills, see train.run.
     undo: the roll-back that policies ask for, until it is made.
     phase: of the step before; -1 before the first one and after a roll-back.
@@ -38,7 +37,7 @@ class RunState:
   """
 
   def __init__(
-    self, policies: policy_runner.PolicyRunner, calibration, batches: batch_sharding.TrainBatches,
+    self, policies: policy_runner.PolicyRunner, calibration, batches: Any,
     out: rich.console.Console, disturb=None,
   ):  # fmt: skip
     self.policies, self.calibration, self._out = policies, calibration, out
@@ -57,6 +56,11 @@ class RunState:
   def spec(self) -> train_spec.TrainSpec:
     """The configuration's, with the recipes that policies gave."""
     return self.policies.spec
+
+  def feeds_by(self, step: int) -> str:
+    """The kind of goodput's clock that the next batch after `step` steps takes."""
+    del step
+    return "data_wait"
 
   def next_batch(self, state: State, step: int):
     """(the host's batch of the step after `step` steps, its number)."""

@@ -47,31 +47,36 @@ def fresh(spec: train_spec.TrainSpec, workdir: str, out: rich.console.Console) -
 
 
 def teacher(spec: train_spec.TrainSpec, out: rich.console.Console):
-  """The teacher of a run (step/distillation.py), of distill.teacher, init.workdir or init.hf.
+  """The teacher of a run (step/distillation.py); see `frozen`."""
+  if not spec.distill.weight:
+    return None
+  made, where = frozen(spec, spec.distill.teacher, "distill.teacher")
+  out.print(
+    f"teacher: {where}, multiplied in {spec.run.dtype.name}, unquantized; loss (1 - w) CE + w t^2 "
+    f"KL(teacher || student), w={spec.distill.weight}, t={spec.distill.temperature}"
+  )
+  return made
+
+
+def frozen(spec: train_spec.TrainSpec, folder: str, key: str):
+  """(parameters beside those that train, as a teacher's (step/distillation.py), where they come
+  from): a folder's, those that training starts from, or under adapters their base.
+
+  Args:
+    key: names the folder.
 
   Raises:
     UserError: the frozen base of init.workdir is not what training starts from.
     ConfigError: its checkpoint is of another model.
   """
-  how = (
-    f"in {spec.run.dtype.name}, unquantized; loss (1 - w) CE + w t^2 KL(teacher || student), "
-    f"w={spec.distill.weight}, t={spec.distill.temperature}"
-  )
-  if distillation.abstract(spec) in (None, distillation.BASE):
-    if (
-      spec.distill.weight
-      and spec.init.workdir
-      and _has_adapters(source(spec.init.workdir), spec.init.step)
-    ):
+  if distillation.is_base(spec, folder):
+    if spec.init.workdir and _has_adapters(source(spec.init.workdir), spec.init.step):
       raise UserError(
-        f"distill.weight={spec.distill.weight} with init.workdir={spec.init.workdir!r}, whose "
-        "adapters are trained: its frozen base is not what training starts from; export that run "
-        "and set distill.teacher to the folder"
+        f"{key}='' with init.workdir={spec.init.workdir!r}, whose adapters are trained: its frozen "
+        f"base is not what training starts from; export that run and set {key} to the folder"
       )
-    if spec.distill.weight:
-      out.print(f"teacher: the frozen base, {how}")
-    return distillation.abstract(spec)
-  folder, model = spec.distill.teacher, lora.without(spec.model)
+    return distillation.BASE, "the frozen base"
+  model = lora.without(spec.model)
   if folder or not spec.init.workdir:
     where = folder or spec.init.hf
     params, _ = hf_weights.load_params(where, model, spec.run.layout)
@@ -82,8 +87,7 @@ def teacher(spec: train_spec.TrainSpec, out: rich.console.Console):
     params, step, meta = restore.restore_params(spec, where, spec.init.step)
     trained = meta["config"].get("precision.rules", "")
     where += f", step {step} (trained with precision.rules={trained})"
-  out.print(f"teacher: {where}, multiplied {how}")
-  return distillation.take(spec, params)
+  return distillation.take(spec, params), where
 
 
 def stage(

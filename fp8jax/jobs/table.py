@@ -115,7 +115,10 @@ def _always(c: Config) -> bool:
 
 JOBS = {
   "train": Job(
-    train.run, dataclasses.replace(TRAINING, problems_of_spec=checks.accuracy_problems)
+    train.run,
+    dataclasses.replace(
+      TRAINING, problems=checks.train_problems, problems_of_spec=checks.accuracy_problems
+    ),
   ),
   "evaluate": Job(
     evaluate.run,
@@ -164,7 +167,7 @@ JOBS = {
   "rl": Job(
     rl.run,
     Needs(
-      (Tasks, Generate, RL), checks.evaluation_problems, rl.problems_of_spec, has_steps=True,
+      (Tasks, Generate, RL), checks.rl_problems, rl.problems_of_spec, has_steps=True,
       has_calibration=True,
     ),
   ),

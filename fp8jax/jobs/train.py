@@ -28,10 +28,14 @@ class Feed:
   Attributes:
     fingerprint: changes whenever a run would see other data.
     open: spec -> batches, as batch_sharding.TrainBatches.
+    contents: {key: of what its files hold}, which a resumed run must have again.
+    asks: whether eval.tasks are asked at every evaluation, also without a policy that reads them.
   """
 
   fingerprint: str
   open: Callable[[train_spec.TrainSpec], Any]
+  contents: dict[str, str] = dataclasses.field(default_factory=dict)
+  asks: bool = False
 
 
 def texts(spec: train_spec.TrainSpec) -> Feed:
@@ -91,7 +95,7 @@ def _train(
   os.makedirs(workdir, exist_ok=True)
   rows = start.all_site_rows(spec)
   start.print_start(out, spec, changes, fingerprint, rows)
-  tasks = accuracy.TaskAccuracy(spec, workdir, out.print)
+  tasks = accuracy.TaskAccuracy(spec, workdir, out.print, feed.asks)
   path = spec.calibration
   table = calibration.load(spec, os.path.expanduser(path)) if path else None
   teacher = start_lib.teacher(spec, out)
@@ -100,7 +104,7 @@ def _train(
     start.print_chats(out, spec, spec.data.chat.samples_per_step)
   batches = feed.open(spec)
   now = make_state(policies, table, batches, out)
-  contents = tasks.identity | distillation.identity(teacher)
+  contents = tasks.identity | distillation.identity(teacher) | feed.contents
   saver = resume.Saver(spec, workdir, fingerprint, now, reports.clock, contents)
   state, first = saver.begin(out)
   if first < spec.steps:
@@ -150,8 +154,12 @@ def _loop(
       pending = None
 
   while step < spec.steps and not asked.requested(step):
-    with clock.on("data_wait"):
+    if (feeds_by := now.feeds_by(step)) != "data_wait":
+      settle()
+    with clock.on(feeds_by):
       host, number = now.next_batch(state, step)
+    if feeds_by != "data_wait":
+      reports.speed.restart(is_next=bool(last))
     if now.spec.phase(step) != now.phase:
       settle()
       with clock.on("compile"):

@@ -8,8 +8,8 @@ and optimizers are then those of all training.
 Sources: GRPO: DeepSeekMath (arXiv:2402.03300 §4.1); DAPO: arXiv:2503.14476 §3; Dr. GRPO:
 arXiv:2503.20783 §3.2; truncated importance sampling between rollout and training: Yao et al. 2025,
 as InfiR2's scripts have it (slime); DPO: arXiv:2305.18290 §4; rejection sampling: STaR
-(arXiv:2203.14465) and RAFT (arXiv:2304.06767). Letters: P prompts or pairs, J completions of a
-prompt (a group).
+(arXiv:2203.14465) and RAFT (arXiv:2304.06767). P is a prompt or pair, J is a completion of its
+group.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ OBJECTIVES = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """What a batch of completions has beside tokens, targets and weights (`token_weights`).
+  """A batch of completions, beside its tokens, targets and weights (`token_weights`).
 
   Attributes:
     advantages_BL: float32, of the completion that a target belongs to; None of pairs, as the next

@@ -95,24 +95,29 @@ def rows(**columns: Sequence[Any] | np.ndarray) -> alt.Data:
 
 def metric(
   run: RunFiles, name: str, title: str, scale: str = "linear", digits: str = "~s",
-  factor: float = 1.0,
+  factor: float = 1.0, band: Sequence[str] = (),
 ) -> Any | None:  # fmt: skip
-  """A metric over steps: means, smallest and largest; None where the run has not got it."""
+  """A metric over steps: means, smallest and largest; None where the run has not got it.
+
+  Args:
+    band: of two metrics that bound it, in place of its smallest and largest.
+  """
   if name not in run.curves:
     return None
   c = thin.curve(run.curves[name])
   if scale == "log" and not np.nanmin([*c.low, math.inf]) > 0:
     scale = "symlog"
-  data = rows(step=c.steps, mean=factor * c.mean, low=factor * c.low, high=factor * c.high)
+  low, high = (thin.curve(run.curves[n]).mean for n in band) if band else (c.low, c.high)
+  data = rows(step=c.steps, mean=factor * c.mean, low=factor * low, high=factor * high)
   color = palette.of_arms([run.recipe])[run.recipe]
   scales: dict[str, Any] = dict(type=scale) if scale == "log" else dict(type=scale, zero=False)
   y = alt.Y("mean:Q", title=None, axis=alt.Axis(format=digits), scale=alt.Scale(**scales))
   base = alt.Chart(data).encode(x=alt.X("step:Q", title="step"))
-  band = base.mark_area(opacity=0.2, color=color).encode(y=alt.Y("low:Q"), y2="high:Q")
+  area = base.mark_area(opacity=0.2, color=color).encode(y=alt.Y("low:Q"), y2="high:Q")
   line = base.mark_line(color=color, **_LINE).encode(
     y=y, tooltip=[alt.Tooltip(f"{n}:Q") for n in ("step", "mean", "low", "high")]
   )
-  layers = [band, line] if c.per_point > 1 else [line]
+  layers = [area, line] if c.per_point > 1 or band else [line]
   return alt.layer(*layers).properties(title=title, width=_WIDTH, height=_HEIGHT)
 
 

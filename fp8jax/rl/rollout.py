@@ -6,15 +6,19 @@ each.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypedDict
 
 import numpy as np
 
 from fp8jax.errors import UserError
 from fp8jax.evaluation.tasks import Item, Task
+from fp8jax.generation import api
 from fp8jax.generation.completion import ERROR, LENGTH, Completion
-from fp8jax.generation.settings import Sampling
 from fp8jax.ops import policy_gradient
 from fp8jax.ops.policy_gradient import Objective
+from fp8jax.rl.settings import Rules
+
+FOLDER = "rollouts"  # of a workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,11 @@ class Question:
   prompt: tuple[int, ...]
 
 
+Answer = tuple[Question, Completion]
+# The reward of every answer; see rl/reward.py.
+Judge = Callable[[Sequence[Answer]], Sequence[float]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
   """The completions of a question and their rewards."""
@@ -44,38 +53,6 @@ class Group:
     return min(self.rewards) == max(self.rewards)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rules:
-  """How an update is drawn.
-
-  Attributes:
-    prompts: P.
-    samples: J.
-    sampling: of the tokens; its temperature divides the logits of training too.
-    rounds: of questions, where groups of equal rewards make way for others.
-    overlong: last tokens of a completion's limit over which a penalty grows from 0 to 1, which a
-      completion without an end pays whole (DAPO, arXiv:2503.14476 §3.4); 0 for none.
-  """
-
-  prompts: int
-  samples: int
-  sampling: Sampling
-  rounds: int = 1
-  overlong: int = 0
-
-
-def reward(question: Question, completion: Completion, rules: Rules) -> float:
-  """1 for a right answer, else 0, less the penalty of `Rules.overlong`.
-
-  Raises:
-    UserError: the task's verifier raised one, or gave no number.
-  """
-  right = completion.finish_reason != ERROR and question.task.judge(
-    question.item, completion.text
-  ).correct  # fmt: skip
-  return float(right) - _penalty(completion, rules)
-
-
 def _penalty(completion: Completion, rules: Rules) -> float:
   if not rules.overlong:
     return 0.0
@@ -87,24 +64,32 @@ def _penalty(completion: Completion, rules: Rules) -> float:
 
 def collect(
   questions: Iterator[Question], generate: Callable[..., Sequence[Sequence[Completion]]],
-  rules: Rules, objective: Objective,
+  judge: Judge, rules: Rules, objective: Objective,
 ) -> tuple[list[Group], int]:  # fmt: skip
   """(P groups, or as many as `rounds` left; groups of equal rewards that made way).
 
   Args:
     questions: without end.
     generate: (prompts, sampling, samples) -> completions of every prompt, see api.Generator.
+    judge: of the rewards, from which the penalty of `Rules.overlong` is taken.
 
   Raises:
-    UserError: all groups had equal rewards, from which nothing can be learned.
+    UserError: all groups had equal rewards, from which nothing can be learned; logits were not
+      finite; of the judge.
   """
   kept, dropped = [], 0
   for _ in range(rules.rounds):
     asked = [next(questions) for _ in range(rules.prompts - len(kept))]
     drawn = generate([q.prompt for q in asked], rules.sampling, rules.samples)
-    for question, completions in zip(asked, drawn, strict=True):
-      rewards = tuple(reward(question, c, rules) for c in completions)
-      group = Group(question, tuple(completions), rewards)
+    answers = [(q, c) for q, completions in zip(asked, drawn, strict=True) for c in completions]
+    if bad := sum(c.finish_reason == ERROR for _, c in answers):
+      raise UserError(f"{bad} of {len(answers)} completions ended at logits that are not finite; "
+                      f"{api.NOT_FINITE}")  # fmt: skip
+    penalties = [_penalty(c, rules) for _, c in answers]
+    paid = [r - p for r, p in zip(judge(answers), penalties, strict=True)]
+    for i, (question, completions) in enumerate(zip(asked, drawn, strict=True)):
+      own = slice(i * rules.samples, (i + 1) * rules.samples)
+      group = Group(question, tuple(completions), tuple(paid[own]))
       if objective.drops_equal and group.is_equal:
         dropped += 1
       else:
@@ -119,6 +104,37 @@ def collect(
       "rl.samples, or rl.loss='grpo', which keeps such groups"
     )
   return kept, dropped
+
+
+class Sample(TypedDict):
+  """A completion of a `Row`."""
+
+  text: str
+  reward: float
+  tokens: int
+  finish_reason: str
+
+
+class Row(TypedDict):
+  """A group as a line of WORKDIR/rollouts/NNNNNN.jsonl."""
+
+  task: str
+  item: str
+  question: str
+  answer: str
+  completions: list[Sample]
+
+
+def as_row(group: Group) -> Row:
+  """A group as JSON values."""
+  task, item = group.question.task, group.question.item
+  return {
+    "task": task.name, "item": item.name, "question": task.user_text(item), "answer": item.answer,
+    "completions": [
+      {"text": c.text, "reward": r, "tokens": len(c.tokens), "finish_reason": c.finish_reason}
+      for c, r in zip(group.completions, group.rewards, strict=True)
+    ],
+  }  # fmt: skip
 
 
 def laid_out(

@@ -5,7 +5,26 @@ import dataclasses
 from fp8jax.generation.settings import Sampling
 from fp8jax.keys import key, section
 from fp8jax.ops.policy_gradient import OBJECTIVES, Objective
-from fp8jax.rl.rollout import Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+  """How an update is drawn.
+
+  Attributes:
+    prompts: P.
+    samples: J.
+    sampling: of the tokens; its temperature divides the logits of training too.
+    rounds: of questions, where groups of equal rewards make way for others.
+    overlong: last tokens of a completion's limit over which a penalty grows from 0 to 1, which a
+      completion without an end pays whole (DAPO, arXiv:2503.14476 §3.4); 0 for none.
+  """
+
+  prompts: int
+  samples: int
+  sampling: Sampling
+  rounds: int = 1
+  overlong: int = 0
 
 
 # A table: a key a row, its meaning beside it.
@@ -32,8 +51,17 @@ class RL:
   clip_low: float | None = key(None, "the ratio to the old policy counts from 1 - clip_low; the "
     "loss's own by default: 0.2")
   clip_high: float | None = key(None, "to 1 + clip_high: 0.2, of dapo 0.28")
-  most_correction: float = key(2.0, "Truncated importance sampling where `rollout` is another "
-    "recipe: a token counts min(exp(old - rollout), this) times; 0 leaves the correction out.",
+  kl: float | None = key(None, "Weight of the k3 estimate of KL(policy || reference); the loss's "
+    "own by default: 0.04 of grpo, 0 of the others. 0 has no reference.")
+  reference: str = key("", "Hugging Face folder of the reference, of the model's own architecture; "
+    '"" takes init.hf or init.workdir, and under model.lora the frozen base. It is multiplied in '
+    "the recipe of training. A resumed run reads it again and refuses other weights.")
+  reward: str = key("", 'Function (item, output) -> number in the place of the tasks\' verifiers, '
+    '"rewards.py:NAME" or "package.module:NAME"; item has question, answer and data. A resumed run '
+    "refuses another file.")
+  most_correction: float = key(2.0, "Truncated importance sampling: a token counts min(exp(old - "
+    "rollout), this) times, by its log-probabilities in training and in the rollout, which are the "
+    "same bits under precision.invariant; 0 leaves the correction out.",
     least=0)
   rollout: str = key("", 'recipe of the layers that draws; "": that of training')
   max_resampling: int = key(8, "dapo: further rounds of questions in place of groups whose rewards "
@@ -44,10 +72,10 @@ class RL:
   @property
   def objective(self) -> Objective:
     """The rule, with the keys that replace its own numbers."""
-    own = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+    own = {"clip_low": self.clip_low, "clip_high": self.clip_high, "kl": self.kl}
     own = {k: v for k, v in own.items() if v is not None}
-    cap = self.most_correction if self.rollout else 0.0
-    return dataclasses.replace(OBJECTIVES[self.loss], kl=0.0, most_correction=cap, **own)
+    own["most_correction"] = self.most_correction
+    return dataclasses.replace(OBJECTIVES[self.loss], **own)
 
   @property
   def rules(self) -> Rules:

@@ -9,7 +9,6 @@ import rich.console
 
 from fp8jax import console as console_lib
 from fp8jax.data import loader
-from fp8jax.phases import policy
 from fp8jax.run import evaluator, fp8_share, goodput, metrics_writer
 from fp8jax.run import provenance as provenance_lib
 from fp8jax.step.state import State
@@ -27,7 +26,7 @@ def summarise(
     evaluations: {step: Evaluator.run's}; none with eval.tokens=0.
     seconds: goodput.Clock's; of trials at once (sweeps/stacked.py) those of their group.
   """
-  last, asks_tasks = evaluations.get(str(step)), policy.asks_tasks(spec.precision.policy)
+  last, accuracies = evaluations.get(str(step)), metrics_writer.accuracies(workdir)
   summary = {
     "step": step,
     "tokens": step * spec.tokens_per_step,
@@ -36,7 +35,7 @@ def summarise(
     "documents_passed_over": counts.summary_everywhere(),
     **fp8_share.of_run(spec, step),
     "evaluations": evaluations,
-    **({"accuracies": metrics_writer.accuracies(workdir)} if asks_tasks else {}),
+    **({"accuracies": accuracies} if accuracies else {}),
     "objective": evaluator.objective(last) if last else None,
     **goodput.as_summary(seconds),
   }

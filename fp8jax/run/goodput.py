@@ -16,6 +16,7 @@ KINDS: tuple[str, ...] = (
   "init",
   "compile",
   "data_wait",
+  "rollout",
   "step",
   "checkpoint",
   "evaluation",

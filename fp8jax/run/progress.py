@@ -56,9 +56,13 @@ class Throughput:
     """A step's result has arrived."""
     self._times = [*self._times[-_WINDOW:], time.perf_counter()]
 
-  def restart(self):
-    """Something else took time since the last step: measure again."""
-    self._times = []
+  def restart(self, is_next: bool = False):
+    """Something else took time since the last step: measure again.
+
+    Args:
+      is_next: whether a step begins now, of a program that was compiled before.
+    """
+    self._times = [time.perf_counter()] if is_next else []
 
   @property
   def seconds_per_step(self) -> float | None:

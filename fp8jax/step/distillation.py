@@ -28,16 +28,16 @@ def declaration(spec):
   return transformer.params(lora.without(spec.model))
 
 
-def is_base(spec) -> bool:
-  """Whether the student's own frozen base is the teacher."""
-  return spec.model.lora is not None and not spec.distill.teacher
+def is_base(spec, folder: str) -> bool:
+  """Whether the student's own frozen base is the teacher, where no other is named."""
+  return spec.model.lora is not None and not folder
 
 
 def abstract(spec) -> Any:
   """The teacher's shapes, dtypes and shardings."""
   if not spec.distill.weight:
     return None
-  if is_base(spec):
+  if is_base(spec, spec.distill.teacher):
     return BASE
   declared = declaration(spec)
   params = params_lib.abstract(declared, spec.model.dims, spec.run.layout)
@@ -67,12 +67,12 @@ def take(spec, params) -> Any:
   return jax.tree.map(one, declaration(spec), params)
 
 
-def identity(teacher) -> dict[str, str]:
-  """{"distill.teacher": digest of its parameters to the bit, whatever the mesh}, which a resumed
-  run must have again; {} of none and of a frozen base."""
+def identity(teacher, key: str = "distill.teacher") -> dict[str, str]:
+  """{key: digest of its parameters to the bit, whatever the mesh}, which a resumed run must have
+  again; {} of none and of a frozen base."""
   if not teacher:
     return {}
-  return {"distill.teacher": "sum " + params_lib.digest(teacher)}
+  return {key: "sum " + params_lib.digest(teacher)}
 
 
 def taught(spec, params, batch, teacher):
@@ -85,12 +85,18 @@ def taught(spec, params, batch, teacher):
   if teacher is None:
     return batch
   cfg, own = lora.without(spec.model), spec.distill
-  if isinstance(teacher, tuple):
-    flat = params_lib.flatten(params)
-    teacher = params_lib.unflatten({k: p for k, p in flat.items() if not lora.is_adapter(k)})
+  teacher = of_student(teacher, params)
   with jax.named_scope("teacher"):
     run = dataclasses.replace(spec.run, attention_recipe=None)
     return transformer.taught(teacher, _sites(spec), batch, cfg, run, own.weight, own.temperature)
+
+
+def of_student(teacher, params):
+  """The parameters of a teacher beside a student's, whose base it may be."""
+  if not isinstance(teacher, tuple):
+    return teacher
+  flat = params_lib.flatten(params)
+  return params_lib.unflatten({k: p for k, p in flat.items() if not lora.is_adapter(k)})
 
 
 def _sites(spec):

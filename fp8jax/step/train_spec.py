@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from fp8jax import params as params_lib
 from fp8jax.data import config as data_config_lib
 from fp8jax.kernels import choose
-from fp8jax.models import attention_gqa, transformer
+from fp8jax.models import attention_gqa, lora, transformer
 from fp8jax.models import config as model_config
 from fp8jax.ops import site_tree
 from fp8jax.optim import optimizers, update
@@ -79,6 +79,11 @@ class TrainSpec:
   def plain(self) -> "TrainSpec":
     """The same without precision.invariant: scales chosen from a batch are of all of it."""
     return dataclasses.replace(self, run=dataclasses.replace(self.run, is_invariant=False))
+
+  def with_recipe(self, name: str) -> "TrainSpec":
+    """The same with this recipe in the layers, as --config=FILE:RECIPE."""
+    rules = (*(lora.RULES if self.model.lora else ()), ("head", "bf16"), ("layers/.*", name))
+    return dataclasses.replace(self, precision=schedule.Precision((schedule.Phase(0, rules),)))
 
   def phase(self, step: int) -> int:
     """Index of the precision phase that the step after `step` steps belongs to."""

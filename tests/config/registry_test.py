@@ -46,21 +46,23 @@ def test_a_name_that_is_no_choice_is_refused_and_every_choice_is_not(name):
 
 
 # Key by key what its declaration says beside its default (tests/golden/configs.json) and meaning.
+LEAST_2 = "rl.samples"
 LEAST_1 = """steps global_batch grad_accum_steps seq_len memory.loss_chunk eval.batch
   checkpoint.keep log.every export.gate_tokens quantize.tokens calibrate.batches noise.tokens
-  prepare.shard_tokens generate.slots
+  prepare.shard_tokens generate.slots rl.prompts rl.updates_per_rollout rl.max_new_tokens
   generate.num_samples"""
 LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.shuffle_windows
   data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction
   optim.base_width distill.weight eval.tokens eval.every eval.questions checkpoint.every
   log.tensor_stats_every export.fold_smooth_batches search.beta search.delay search.entropy
-  prepare.processes generate.max_length plan_inference.reserve"""
+  prepare.processes generate.max_length plan_inference.reserve rl.questions
+  rl.most_correction rl.max_resampling rl.overlong"""
 ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
   weights.hf eval.tasks eval.data_dir eval.train_data eval.compare_with export.input_scales
   export.gate_text export.client_python export.push_to noise.text generate.prompts generate.out
-  optim.moment_format distill.teacher quantize.text"""
+  optim.moment_format distill.teacher quantize.text rl.tasks rl.reference rl.reward rl.rollout"""
 IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
   kernels.optimizer kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy
   memory.save_gemm_inputs memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos
@@ -76,14 +78,14 @@ NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only i
   optim.moment_format distill.weight distill.temperature distill.teacher optim.master_format
   optim.grad_format optim.in_backward loss_scale.kind eval.every checkpoint.every checkpoint.keep
   checkpoint.accept_changes log.tracker log.profile log.tensor_stats_every log.param_stats
-  log.source_loss log.alarms"""
+  log.source_loss log.alarms """ + " ".join(k for k in registry.KEYS if k.startswith("rl."))
 
 
 def test_bounds_choices_and_consequences_are_those_of_the_table():
   ours = registry.KEYS.values()
-  for least, names in ((1, LEAST_1), (0, LEAST_0)):
+  for least, names in ((2, LEAST_2), (1, LEAST_1), (0, LEAST_0)):
     assert {k.name for k in ours if k.least == least} == set(names.split())
-  assert BOUNDED.keys() == set(f"{LEAST_1} {LEAST_0}".split())
+  assert BOUNDED.keys() == set(f"{LEAST_2} {LEAST_1} {LEAST_0}".split())
   free = {k.name for k in ours if k.type is str and k.choices is None}
   assert free == set(ANY_TEXT.split())
   for one in ours:
@@ -191,6 +193,7 @@ NEEDS = {
   "quantize": ("weights.hf", False, (False, False), False, False, "out"),
   "sensitivity": ("weights.hf", False, (False, False), False, True, "out"),
   "search": ("init.hf", False, (False, False), True, False, ""),
+  "rl": ("init.hf", False, (False, False), True, True, ""),
   "noise": ("weights.hf", False, (False, False), False, True, "out"),
   "calibrate": ("weights.hf", False, (False, False), False, False, "out"),
   "diagnose": ("init.hf", False, (False, False), False, False, ""),
@@ -242,7 +245,7 @@ LEFT_OUT = {
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, beta_fast=32.0, beta_slow=1.0
   ),
   models_config.ComputeConfig: dict(
-    loss_chunk=512, num_sources=0, is_invariant=False, row_tile=0
+    loss_chunk=512, num_sources=0, temperature=1.0, is_invariant=False, row_tile=0
   ),
   params.Param: dict(std=0.02, decay=True, trainable=True),
   quant.Delayed: dict(steps=1024, margin=0),

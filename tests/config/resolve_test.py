@@ -478,7 +478,7 @@ def test_every_key_is_refused_or_harmless_on_resume():
   whole = {"seed", "steps", "global_batch", "grad_accum_steps", "seq_len", "init.nudge"}
   # What waits in a narrow copy has another gradient.
   whole |= {"memory.save_norm_inputs", "memory.save_gate_up", "memory.save_layer_inputs"}
-  sections = ("model.", "precision.", "data.", "optim.", "loss_scale.", "distill.")
+  sections = ("model.", "precision.", "data.", "optim.", "loss_scale.", "distill.", "rl.")
   harmless = {
     "data.bos", "data.workers", "data.prefetch", "optim.on_nonfinite", "optim.in_backward",
     "precision.verify_fp8_gemms",

@@ -25,6 +25,7 @@ from configs import base
 from fp8jax import mesh
 from fp8jax.config import identity, named, resolve
 from fp8jax.data import tokenize
+from fp8jax.jobs import table
 from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.kernels.choose import Device
 from fp8jax.models.hf import config as hf_config
@@ -151,9 +152,12 @@ def _write_hollow_weights(path: pathlib.Path, cfg):
 def _resolve(name: str, arm: str | None = None) -> train_spec.TrainSpec:
   """The spec for the hardware that the config's header asks for."""
   gpus = re.match(r"(\d+) x H", _header(name)["hardware"])
+  # Of tasks the data and packages may be missing here.
+  needs = table.JOBS[getattr(MODULES[name], "JOB", "train")].needs
+  needs = dataclasses.replace(needs, problems=lambda c: [])
   if gpus:
-    return resolve.resolve(_config(name, arm), int(gpus[1]), Device("gpu", 90))
-  return resolve.resolve(_config(name, arm), 1, Device("cpu"))
+    return resolve.resolve(_config(name, arm), int(gpus[1]), Device("gpu", 90), needs=needs)
+  return resolve.resolve(_config(name, arm), 1, Device("cpu"), needs=needs)
 
 
 def _bytes_alive() -> int:

@@ -50,7 +50,7 @@ COMMAND_LINES = [
   ([DEBUG, "--job=tarin"],
    "error: --job='tarin' is not one of 'train', 'evaluate', 'prepare', 'preview', 'export', "
    "'calibrate', 'diagnose', 'memory', 'plan_inference', 'generate', 'quantize', 'sensitivity', "
-   "'search', 'noise', 'report', 'compare', 'doctor'; "
+   "'search', 'rl', 'noise', 'report', 'compare', 'doctor'; "
    "did you mean 'train'?"),
   ([DEBUG, "--jobb=train"], "Unknown command line flag 'jobb'. Did you mean: job ?"),
   (["--config=configs/debgu.py"],

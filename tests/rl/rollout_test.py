@@ -9,7 +9,8 @@ from fp8jax.evaluation.tasks import Item, Task
 from fp8jax.generation.completion import Completion
 from fp8jax.generation.settings import Sampling
 from fp8jax.ops.policy_gradient import OBJECTIVES
-from fp8jax.rl import rollout
+from fp8jax.rl import reward, rollout
+from fp8jax.rl.settings import Rules
 
 TASK = Task("sums", (), verifiers.exact, "exact")
 
@@ -22,7 +23,7 @@ def completion(text: str, tokens, reason="eos") -> Completion:
   return Completion(tuple(tokens), text, reason, tuple(-0.5 * t for t in tokens))
 
 
-RULES = rollout.Rules(2, 2, Sampling(temperature=1.0, max_new_tokens=8))
+RULES = Rules(2, 2, Sampling(temperature=1.0, max_new_tokens=8))
 
 
 def drawn(texts):
@@ -35,8 +36,9 @@ def drawn(texts):
 def test_an_update_is_laid_out_as_written_by_hand():
   questions = iter([question("a", "4", [1, 2, 3]), question("b", "5", [4, 5])])
   groups, dropped = rollout.collect(
-    questions, drawn({1: ["4", "no"], 4: ["5", "5"]}), RULES, OBJECTIVES["dr_grpo"]
-  )
+    questions, drawn({1: ["4", "no"], 4: ["5", "5"]}), reward.of_verifiers, RULES,
+    OBJECTIVES["dr_grpo"],
+  )  # fmt: skip
   assert dropped == 0 and [g.rewards for g in groups] == [(1.0, 0.0), (1.0, 1.0)]
   batch = rollout.laid_out(groups, RULES, OBJECTIVES["dr_grpo"], 5, 6)
   assert batch["tokens_BL"].tolist()[:2] == [[1, 2, 3, 0, 0, 0], [1, 2, 3, 7, 0, 0]]
@@ -52,12 +54,13 @@ def test_an_update_is_laid_out_as_written_by_hand():
 
 def test_groups_of_equal_rewards_make_way_and_all_equal_is_an_error():
   questions = lambda: (question(str(n), "4", [n]) for n in range(99))  # noqa: E731
-  rules = rollout.Rules(2, 2, RULES.sampling, rounds=3)
+  rules, judge = Rules(2, 2, RULES.sampling, rounds=3), reward.of_verifiers
   texts = {n: ["4", "no" if n in (2, 4, 5) else "4"] for n in range(99)}
-  groups, dropped = rollout.collect(questions(), drawn(texts), rules, OBJECTIVES["dapo"])
+  groups, dropped = rollout.collect(questions(), drawn(texts), judge, rules, OBJECTIVES["dapo"])
   assert [g.question.item.name for g in groups] == ["2", "4"] and dropped == 3
   with pytest.raises(UserError, match="none of 6 groups of 2 completions has unequal rewards"):
-    rollout.collect(questions(), drawn({n: ["4"] * 2 for n in range(9)}), rules, OBJECTIVES["dapo"])
+    same = drawn({n: ["4"] * 2 for n in range(9)})
+    rollout.collect(questions(), same, judge, rules, OBJECTIVES["dapo"])
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,17 @@ def test_groups_of_equal_rewards_make_way_and_all_equal_is_an_error():
   [(4, "eos", 0.0), (5, "eos", 0.25), (8, "eos", 1.0), (8, "length", 1.0), (2, "length", 1.0)],
 )
 def test_long_completions_pay(tokens, reason, penalty):
-  rules = rollout.Rules(1, 1, RULES.sampling, overlong=4)
-  one = completion("4", range(tokens), reason)
-  assert rollout.reward(question("a", "4", [1]), one, rules) == 1 - penalty
+  rules, asked = Rules(1, 1, RULES.sampling, overlong=4), iter([question("a", "4", [1])])
+  answer = lambda *_: [[completion("4", range(tokens), reason)]]  # noqa: E731
+  (group,), _ = rollout.collect(
+    asked, answer, reward.of_verifiers, rules, OBJECTIVES["grpo"]
+  )  # fmt: skip
+  assert group.rewards == (1 - penalty,)
+
+
+def test_logits_that_are_not_finite_stop_the_rollout():
+  bad = lambda *_: [[completion("4", [7]), completion("", [], "error")]]  # noqa: E731
+  with pytest.raises(UserError, match="1 of 2 completions ended at logits that are not finite"):
+    asked = iter([question("a", "4", [1])])
+    rules = Rules(1, 2, RULES.sampling)
+    rollout.collect(asked, bad, reward.of_verifiers, rules, OBJECTIVES["grpo"])

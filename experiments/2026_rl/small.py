@@ -1,0 +1,172 @@
+"""Reinforcement learning of a model of 3.4 million parameters: precisions of training and rollout.
+
+what:      rewards on held-out sums before and after 60 steps, and |log p of training - of rollout|
+command:   python experiments/2026_rl/small.py run DIR [ARM ...]   (resumes)
+           python experiments/2026_rl/small.py table DIR           (results.json, table of README)
+hardware:  two CPU cores, 3 GB
+
+Per seed: random weights learn to write sums of two numbers below 100 ("47+85=132") from examples
+alone, for so many steps that 30 to 70 % of the held-out ones are right. Every arm goes on from
+these weights with the same questions: 60 steps of DAPO's objective, two per rollout of 32 questions
+with 8 completions each. Held-out sums are answered greedily, in the arm's own forward pass. The
+null arm is `bf16` from weights one float32 ulp larger. Arms, margin (5 points), seeds and the
+correction for their number were fixed before the first run.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE.parent / "lab")]
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np  # noqa: E402
+
+from configs import base, pretrain_tiny  # noqa: E402
+from fp8jax import records, statistics  # noqa: E402
+from fp8jax.evaluation import store  # noqa: E402
+from fp8jax.jobs import dispatch  # noqa: E402
+from fp8jax.run import metrics_writer, provenance  # noqa: E402
+
+SEEDS, STEPS, START, MARGIN = (0, 1, 2), 60, 576, 5.0
+EXAMPLES, LEARNED, HELD_OUT = 6_000, 2_000, 400
+BASELINE, NULL = "bf16", "bf16, one ulp away"
+# Arm -> (recipe of training, changes).
+ARMS: dict[str, tuple[str, dict]] = {
+  BASELINE: ("bf16", {}),
+  NULL: ("bf16", {"init.nudge": True}),
+  "block_128": ("block_128", {}),
+  "block_128, invariant": ("block_128", {"precision.invariant": True}),
+  "bf16, rollout block_128, corrected": ("bf16", {"rl.rollout": "block_128"}),
+  "bf16, rollout block_128, not corrected": (
+    "bf16", {"rl.rollout": "block_128", "rl.most_correction": 0.0}
+  ),
+}  # fmt: skip
+
+
+def prepare(folder: pathlib.Path):
+  """examples.jsonl to imitate, learned.jsonl to ask in training, held_out.jsonl: three sets."""
+  folder.mkdir(parents=True, exist_ok=True)
+  rng = random.Random(0)
+  chosen = rng.sample(range(10**4), EXAMPLES + LEARNED + HELD_OUT)
+  pairs = [divmod(n, 100) for n in chosen]
+  texts = [json.dumps({"text": f"{a}+{b}={a + b}"}) for a, b in pairs[:EXAMPLES]]
+  (folder / "examples.jsonl").write_text("\n".join(texts) + "\n")
+  for name, part in (("learned", pairs[EXAMPLES:-HELD_OUT]), ("held_out", pairs[-HELD_OUT:])):
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b), "verifier": "exact"} for a, b in part]
+    task = {"name": name, "questions": f"{name}.jsonl", "prompt": "{question}", "margin": MARGIN,
+            "max_new_tokens": 6}  # fmt: skip
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"{name}.json").write_text(json.dumps(task))
+
+
+def model(recipe: str, seed: int, target: pathlib.Path):
+  c = pretrain_tiny.get_config(f"3m-{recipe}")
+  c.data.tokenizer, c.data.eos, c.model.vocab_size, c.seed = "bytes", "", 512, seed
+  c.data.sources = {"main": base.source("jsonl", str(target / "examples.jsonl"))}
+  c.eval.tokens, c.checkpoint.every, c.log.report = 0, 0, True
+  return c
+
+
+def start(seed: int, target: pathlib.Path) -> pathlib.Path:
+  """The workdir of the weights that all arms of a seed begin with."""
+  c = model("bf16", seed, target)
+  c.steps, c.global_batch, c.seq_len = START, 8, 256
+  workdir = target / f"start-{seed}"
+  dispatch.call("train", c, base.get_config(), str(workdir))
+  return workdir
+
+
+def learn(arm: str, seed: int, target: pathlib.Path) -> pathlib.Path:
+  recipe, changes = ARMS[arm]
+  c = model(recipe, seed, target)
+  c.init.workdir, c.init.weights_only = str(target / f"start-{seed}"), True
+  c.rl.tasks, c.eval.tasks = (str(target / f"{n}.json") for n in ("learned", "held_out"))
+  c.rl.loss, c.rl.prompts, c.rl.samples, c.rl.updates_per_rollout = "dapo", 32, 8, 2
+  c.rl.max_new_tokens, c.generate.max_length, c.generate.slots = 6, 16, 128
+  c.steps, c.global_batch, c.seq_len, c.memory.loss_chunk = STEPS, 128, 16, 16
+  c.optim.schedule, c.optim.warmup_steps, c.optim.decay_steps = "wsd", 4, 0
+  c.optim.peak_lr, c.optim.min_lr, c.optim.weight_decay = 1e-4, 1e-4, 0.0
+  c.update_from_flattened_dict(changes)
+  workdir = target / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}"
+  dispatch.call("rl", c, base.get_config(), str(workdir))
+  return workdir
+
+
+def run(target: pathlib.Path, only: list[str]):
+  if not (target / "held_out.json").exists():
+    prepare(target)
+  for seed in SEEDS:
+    start(seed, target)
+    for arm in only or ARMS:
+      path = target / f"{arm}-{seed}.json"
+      if not path.exists():
+        workdir = learn(arm, seed, target)
+        records.write_atomic(str(path), records.to_json(measured(arm, seed, workdir)))
+
+
+def measured(arm: str, seed: int, workdir: pathlib.Path) -> dict:
+  """A run's numbers: of every held-out sum whether it is right, before and after; metrics."""
+  right = {}
+  for step in (0, STEPS):
+    folder = workdir / store.FOLDER / f"training_step_{step}"
+    scores = store.read_scores(str(folder))["held_out"].scores_IJ
+    right[str(step)] = scores.mean(1).astype(int).tolist()
+  rows = [row for _, row in metrics_writer.rows(str(workdir / "metrics.jsonl"))]
+  kept = {}
+  for name in ("rl/reward", "rl/mismatch", "rl/truncated", "rl/clipped", "rl/length", "rl/entropy",
+               "grad_norm"):  # fmt: skip
+    kept[name] = [float(row[name]) for row in rows if name in row]
+  summary = json.loads((workdir / "summary.json").read_text())
+  made = provenance.provenance({}, "sums below 100", seed)
+  return {"arm": arm, "seed": seed, "right": right, "metrics": kept,
+          "seconds": summary["seconds"], "provenance": made}  # fmt: skip
+
+
+def table(target: pathlib.Path):
+  import tensors
+
+  rows = [json.loads(p.read_text()) for p in sorted(target.glob("*-[0-9].json"))]
+  by = {arm: sorted((r for r in rows if r["arm"] == arm), key=lambda r: r["seed"]) for arm in ARMS}
+  scores = {
+    arm: {at: np.array([r["right"][at] for r in of]) for at in ("0", str(STEPS))}
+    for arm, of in by.items() if of
+  }  # fmt: skip
+  count = len(ARMS) - 1
+  head = ["arm", "seeds", "right before, %", "after, %", f"minus `{BASELINE}`, points", "by seed",
+          "verdict", "mean abs. difference of log p, nats", "largest of a step", "cut, % of tokens",
+          "clipped, %"]  # fmt: skip
+  lines = []
+  for arm, of in scores.items():
+    after, runs = of[str(STEPS)], by[arm]
+    seeds = [r["seed"] for r in runs]
+    base_of = {r["seed"]: r["right"][str(STEPS)] for r in by[BASELINE]}
+    cells = ["", "", ""]
+    if arm != BASELINE and all(s in base_of for s in seeds):
+      against = np.array([base_of[s] for s in seeds])
+      c = statistics.compare(after, against, MARGIN, count=count)
+      by_seed = ", ".join(f"{d:+.1f}" for d in c.by_seed)
+      cells = [f"{c.difference:+.1f} [{c.low:+.1f}, {c.high:+.1f}]", by_seed, c.sentence]
+    each = {k: [np.mean(r["metrics"][k]) for r in runs] for k in runs[0]["metrics"]}
+    most = max(max(r["metrics"]["rl/mismatch"]) for r in runs)
+    lines.append([
+      arm, str(len(runs)), f"{100 * of['0'].mean():.1f}", f"{100 * after.mean():.1f}", *cells,
+      f"{np.mean(each['rl/mismatch']):.2g}", f"{most:.2g}",
+      f"{100 * np.mean(each['rl/truncated']):.2g}", f"{100 * np.mean(each['rl/clipped']):.2g}",
+    ])  # fmt: skip
+  (HERE / "small.json").write_text(json.dumps({"rows": rows}) + "\n")
+  tensors.write_table(HERE, tensors.markdown(head, lines))
+
+
+if __name__ == "__main__":
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("command", choices=("run", "table"))
+  parser.add_argument("folder", type=pathlib.Path)
+  parser.add_argument("arms", nargs="*", help=f"of {', '.join(ARMS)}; all")
+  args = parser.parse_args()
+  run(args.folder, args.arms) if args.command == "run" else table(args.folder)

@@ -1,0 +1,206 @@
+"""--job=rl: what a step learns from, resuming within a rollout, and what is refused."""
+
+import json
+import re
+
+import harness
+import numpy as np
+import pytest
+
+from fp8jax.errors import ConfigError, UserError
+from fp8jax.jobs import rl
+from fp8jax.ops.policy_gradient import OBJECTIVES
+from fp8jax.run import preemption
+
+REWARD = "def third(item, output):\n  return len(output.encode()) % 3 + int(item.answer)\n"
+RL = {
+  "rl.max_new_tokens": 5, "rl.prompts": 4, "rl.samples": 2, "rl.updates_per_rollout": 2,
+  "global_batch": 4, "seq_len": 32, "generate.max_length": 32, "generate.slots": 8,
+  "optim.peak_lr": 0.01, "steps": 4, "eval.tokens": 0, "log.tensor_stats_every": 0, "rl.kl": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def questions(tmp_path):
+  """rl.tasks and rl.reward, and questions that are held out, the first of which training has."""
+  (tmp_path / "rewards.py").write_text(REWARD)
+
+  def write(name, numbers):
+    rows = [{"question": f"say {n}:", "answer": str(n), "verifier": "regex"} for n in numbers]
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+  return {
+    "rl.tasks": write("learned", range(9)), "rl.reward": f"{tmp_path}/rewards.py:third",
+    "eval.tasks": f"{write('asked', (0, 77))}(max_new_tokens=3)",
+  }  # fmt: skip
+
+
+def run(workdir, questions, recipe="bf16", **changes):
+  return rl.run(
+    harness.text_spec(recipe, job="rl", **RL | questions | changes), str(workdir)
+  )  # fmt: skip
+
+
+def rows(workdir, names=("loss", "rl/", "accuracy")):
+  """Everything of metrics.jsonl that no clock decides."""
+  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  return {
+    row["step"]: {
+      k: v for k, v in row.items() if k.startswith(names) and not k.endswith("per_second")
+    }
+    for row in lines if "loss" in row
+  }  # fmt: skip
+
+
+def parts(workdir, cycle):
+  with np.load(workdir / "rollouts" / f"{cycle:06d}.npz") as stored:
+    return [
+      {k[2:-3]: stored[k].astype(np.float64) for k in stored.files if k.startswith(f"{n}/")}
+      for n in range(2)
+    ]
+
+
+def test_a_step_learns_from_its_part_and_a_run_goes_on_within_a_rollout(
+  tmp_path, questions, monkeypatch
+):
+  summary = run(tmp_path / "whole", questions)
+  assert set(summary["accuracies"]) == {"0", "4"} and summary["seconds"]["rollout"] > 0
+  found = rows(tmp_path / "whole")
+  for cycle in range(2):
+    texts = [
+      json.loads(line)
+      for line in (tmp_path / f"whole/rollouts/{cycle:06d}.jsonl").read_text().splitlines()
+    ]
+    bonus = [int(t["answer"]) for t in texts]
+    assert 0 not in bonus and 77 not in bonus  # asked at evaluations
+    rewards = np.array([[c["reward"] for c in t["completions"]] for t in texts])
+    lengths = [[len(c["text"].encode()) for c in t["completions"]] for t in texts]
+    np.testing.assert_array_equal(rewards, np.array(lengths) % 3 + np.array(bonus)[:, None])
+    assert found[2 * cycle + 1]["rl/reward"] == pytest.approx(rewards.mean(), rel=1e-6)
+    assert "rl/reward" not in found[2 * cycle + 2]
+    part = parts(tmp_path / "whole", cycle)[0]
+    # The policy that drew is the one that learns: the ratio is 1.
+    loss = -(part["weights"] * part["advantages"]).sum()
+    assert found[2 * cycle + 1]["loss"] == pytest.approx(loss, abs=1e-6)
+    assert found[2 * cycle + 1]["rl/kl_to_old"] < 1e-9
+    assert found[2 * cycle + 1]["rl/mismatch"] < 1e-5  # float32, other shapes
+    drawn = part["weights"] > 0
+    gaps = np.abs(part["old"] - part["rollout"])[drawn]
+    assert found[2 * cycle + 1]["rl/mismatch"] == pytest.approx(gaps.mean(), abs=1e-8)
+  assert found[4]["rl/kl_to_old"] > 1e-9  # of parameters that the update before moved
+  for stop in (1, 2, 3, 4):
+    with monkeypatch.context() as m:
+      m.setattr(preemption.Interrupts, "requested", lambda _, step, stop=stop: step >= stop)
+      run(tmp_path / "parts", questions)
+    if stop == 1:
+      with pytest.raises((ConfigError, UserError), match="rl.reward"):
+        (tmp_path / "rewards.py").write_text(REWARD + "\n")
+        run(tmp_path / "parts", questions)
+      (tmp_path / "rewards.py").write_text(REWARD)
+  assert rows(tmp_path / "parts") == found
+  spec = harness.text_spec("bf16", job="rl", **RL | questions)
+  states = (harness.saved_state(tmp_path / name, spec, 4) for name in ("whole", "parts"))
+  harness.assert_trees_equal(*states)
+
+
+def refused(questions, **changes):
+  with pytest.raises(ConfigError) as e:
+    harness.text_spec("bf16", job="rl", **RL | questions | changes)
+  return "\n".join(e.value.problems)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"rl.tasks": ""}, "rl.tasks='' names no question to learn from"),
+    ({"rl.samples": 1, "global_batch": 2}, "rl.samples=1 must be at least 2"),
+    ({"rl.loss": "ppo"}, "rl.loss='ppo' is not one of 'grpo', 'dapo', 'dr_grpo'"),
+    ({"global_batch": 8}, "global_batch=8 must be .* = 4: a completion in every row"),
+    ({"rl.prompts": 5, "global_batch": 5}, "rl.prompts=5 must be a multiple of"),
+    ({"rl.temperature": 0.0}, "rl.temperature=0.0 must be positive"),
+    ({"generate.max_length": 0}, "generate.max_length=0: the cache of a rollout has one size"),
+    ({"generate.top_p": 0.9}, "generate.top_p=0.9, generate.top_k=0: a token's probability"),
+    ({"generate.top_k": 4}, "generate.top_p=1.0, generate.top_k=4: a token's probability"),
+    ({"rl.kl": None}, r"rl.kl=0.04 .*without a reference: weights are drawn at random"),
+    ({"rl.kl": -0.1}, "rl.kl=-0.1 must be 0, no reference, or positive"),
+    ({"rl.clip_low": 1.5}, "rl.clip_low=1.5 must be from 0 to 1"),
+    ({"rl.rollout": "block_129"}, "rl.rollout: .*did you mean 'block_128'"),
+    ({"rl.rollout": "tensor_delayed"}, "rl.rollout: 'tensor_delayed' has delayed or static scales"),
+    (
+      {"rl.rollout": "rowwise", "model.lora.rank": 4},
+      "rl.rollout: layers/attn/q has recipe 'rowwise' and model.lora.base='block_fp8'",
+    ),
+    (
+      {"rl.rollout": "tensor_current", "precision.invariant": True},
+      "rl.rollout: precision.invariant=True with recipe 'tensor_current'",
+    ),
+    ({"rl.overlong": 5}, "rl.overlong=5 must be below rl.max_new_tokens=5"),
+    (
+      {
+        "precision.policy": ("roll_back(metric='accuracy')",),
+        "eval.every": 2,
+        "eval.tokens": 64,
+        "checkpoint.every": 2,
+      },
+      "precision.policy rolls back",
+    ),
+  ],
+)
+def test_what_cannot_learn_is_refused_by_name(questions, changes, message):
+  assert re.search(message, refused(questions, **changes))
+
+
+def test_prompts_that_leave_no_room_are_named(questions, tmp_path):
+  message = "rl.tasks: learned, .* has 7 tokens, and with rl.max_new_tokens=30 more it fits neither"
+  with pytest.raises(UserError, match=message):
+    run(tmp_path / "w", questions, **{"rl.max_new_tokens": 30})
+
+
+def test_a_reward_that_raises_stops_the_run_with_its_question(questions, tmp_path):
+  (tmp_path / "rewards.py").write_text("def third(item, output):\n  return 1 / 0\n")
+  with pytest.raises(UserError, match="of learned, .* raised ZeroDivisionError"):
+    run(tmp_path / "w", questions)
+
+
+def test_losses_state_their_numbers():
+  assert OBJECTIVES["dapo"].clip_high == 0.28 and OBJECTIVES["grpo"].kl == 0.04
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 4])
+def test_an_objective_is_that_of_the_stored_arrays(tmp_path, questions, lora, monkeypatch):
+  """Reference, correction, clip-higher and resampling together; from another run's weights."""
+  harness.train_on_text(tmp_path / "before", "bf16", steps=3)
+  changes = {
+    "init.workdir": str(tmp_path / "before"), "init.weights_only": True, "rl.kl": 0.5,
+    "rl.rollout": "rowwise", "rl.loss": "dapo", "rl.most_correction": 1.02, "model.lora.rank": lora,
+    "model.lora.base": "float32",
+  }  # fmt: skip
+  monkeypatch.setattr(preemption.Interrupts, "requested", lambda _, step: step >= 3)
+  run(tmp_path / "w", questions, **changes)
+  found = rows(tmp_path / "w")
+  assert found[1]["rl/kl_to_reference"] < 1e-9 < found[3]["rl/kl_to_reference"]
+  for cycle in range(2):
+    part, row = parts(tmp_path / "w", cycle)[0], found[2 * cycle + 1]
+    drawn, apart = part["weights"] > 0, part["reference"] - part["old"]
+    gap = part["old"] - part["rollout"]
+    correction = np.minimum(np.exp(gap), 1.02)
+    k3 = np.expm1(apart) - apart
+    loss = (part["weights"] * (0.5 * k3 - correction * part["advantages"])).sum()
+    assert row["loss"] == pytest.approx(loss, abs=2e-6)
+    assert (
+      row["rl/mismatch"] == pytest.approx(np.abs(gap)[drawn].mean(), rel=1e-3)
+      and row["rl/mismatch"] > 1e-4
+    )
+    assert row["rl/truncated"] == pytest.approx((np.exp(gap) > 1.02)[drawn].mean(), abs=0.02)
+    assert row["rl/kl_to_reference"] == pytest.approx(k3[drawn].mean(), rel=1e-2, abs=1e-9)
+    # One mean over all tokens of the step.
+    assert np.ptp(part["weights"][drawn]) < 1e-9
+    np.testing.assert_allclose(part["weights"].sum(), 1, rtol=1e-6)
+  if not lora:
+    monkeypatch.undo()
+    harness.train_on_text(tmp_path / "other", "bf16", steps=4)
+    with pytest.raises((ConfigError, UserError), match="rl.reference"):
+      run(tmp_path / "w", questions, **changes | {"init.workdir": str(tmp_path / "other")})
