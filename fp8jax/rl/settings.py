@@ -31,8 +31,9 @@ class Rules:
 # fmt: off
 @section("rl")
 class RL:
-  """--job=rl: reinforcement learning from verified answers. An update draws `samples` completions
-  of `prompts` questions with the present parameters, and takes `updates_per_rollout` steps on them.
+  """--job=rl: reinforcement learning from verified answers, or from preference pairs. An update
+  draws `samples` completions of `prompts` questions with the present parameters, and takes
+  `updates_per_rollout` steps on them; with `pairs` nothing is drawn.
   """
 
   tasks: str = key("", "Questions to learn from, a comma list as eval.tasks; questions that "
@@ -40,7 +41,15 @@ class RL:
   questions: int = key(0, "per task, the first; 0: all, and 200 of a family", least=0)
   loss: str = key("grpo", 'Policy gradient: "grpo" (arXiv:2402.03300), "dapo" (arXiv:2503.14476: '
     "clip-higher, groups of equal rewards resampled, one mean over all tokens of the update), "
-    '"dr_grpo" (arXiv:2503.20783: no deviation, no length).', choices=tuple(OBJECTIVES))
+    '"dr_grpo" (arXiv:2503.20783: no deviation, no length). "rejection": cross entropy of the '
+    "completions of a group's highest reward, where it is positive (STaR, RAFT); WORKDIR/kept has "
+    'them as conversations that data.sources reads. "dpo" (arXiv:2305.18290): of `pairs`, or of '
+    "the best and the worst completion of a group.", choices=tuple(OBJECTIVES))
+  pairs: str = key("", 'JSON lines with "prompt", "chosen" and "rejected", texts or lists of '
+    'messages, as trl reads them, for rl.loss="dpo"; two rows of global_batch each. "" draws them '
+    "from rl.tasks.")
+  beta: float = key(0.1, "dpo: reward of a log-ratio to the reference; a margin is the difference "
+    "of a pair's")
   prompts: int = key(8, "questions of a rollout", least=1)
   samples: int = key(8, "completions of a question, the group that advantages are relative to",
     least=2)
@@ -75,6 +84,8 @@ class RL:
     own = {"clip_low": self.clip_low, "clip_high": self.clip_high, "kl": self.kl}
     own = {k: v for k, v in own.items() if v is not None}
     own["most_correction"] = self.most_correction
+    if OBJECTIVES[self.loss].beta:
+      own["beta"] = self.beta
     return dataclasses.replace(OBJECTIVES[self.loss], **own)
 
   @property
