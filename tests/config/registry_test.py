@@ -62,7 +62,8 @@ ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
   weights.hf eval.tasks eval.data_dir eval.train_data eval.compare_with export.input_scales
   export.gate_text export.client_python export.push_to noise.text generate.prompts generate.out
-  optim.moment_format distill.teacher quantize.text rl.tasks rl.reference rl.reward rl.rollout"""
+  optim.moment_format distill.teacher quantize.text rl.tasks rl.pairs rl.reference rl.reward
+  rl.rollout"""
 IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
   kernels.optimizer kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy
   memory.save_gemm_inputs memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos
