@@ -48,8 +48,9 @@ class RL:
   pairs: str = key("", 'JSON lines with "prompt", "chosen" and "rejected", texts or lists of '
     'messages, as trl reads them, for rl.loss="dpo"; two rows of global_batch each. "" draws them '
     "from rl.tasks.")
-  beta: float = key(0.1, "dpo: reward of a log-ratio to the reference; a margin is the difference "
-    "of a pair's")
+  beta: float = key(0.1, "dpo: reward of a log-ratio to the reference. The metrics rl/chosen, "
+    "rl/rejected, rl/margin and rl/accuracy are trl's rewards/chosen, rejected, margins and "
+    "accuracies.")
   prompts: int = key(8, "questions of a rollout", least=1)
   samples: int = key(8, "completions of a question, the group that advantages are relative to",
     least=2)
