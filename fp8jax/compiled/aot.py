@@ -20,7 +20,7 @@ from fp8jax.config.needs import TRAINING, Needs
 from fp8jax.errors import UserError
 from fp8jax.kernels import choose
 from fp8jax.ops.policy_gradient import Policy
-from fp8jax.rl.settings import RL
+from fp8jax.rl.settings import REWARD, RL
 from fp8jax.step import train_spec, train_step
 
 # What XLA knows of a GPU: device descriptions, and compute capability x 10.
@@ -103,9 +103,10 @@ def lower(spec: train_spec.TrainSpec, devices, change=lambda sites: sites):
   }
   real = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
   batch["weights_BL"] = real
-  if (own := spec.sections.get(RL)) and own.tasks:
-    reference = real if own.objective.kl else None
-    batch["policy"] = Policy(real, real, real, reference, own.objective, own.temperature)
+  if (own := spec.sections.get(RL)) and (own.tasks or own.pairs) and own.loss != REWARD:
+    rule = own.objective
+    drawn, reference = (real if wanted else None for wanted in (not rule.beta, rule.has_reference))
+    batch["policy"] = Policy(drawn, drawn, drawn, reference, rule, own.temperature)
   # The second step's: what scales are made from has been seen.
   state = train_step.abstract_state(spec, 1)
   state = jax.tree.map(lambda x: put(x, x.sharding or everywhere), state)

@@ -1,5 +1,7 @@
 """Host batches -> global arrays on the mesh."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -50,12 +52,30 @@ class BatchSharder:
       return jax.make_array_from_process_local_data(sharding, x, shape)
 
 
-class TrainBatches:
-  """Host batches of a run (`iterator`, of loader.train_batches) and `spread`, which places them."""
+class Batches:
+  """Host batches of a run (`iterator`) and `spread`, which places them."""
+
+  iterator: Any
+
+  def __init__(self, layout: axes.Layout, rows: int, accumulation: int):
+    self.counts, self.spread = loader.DocumentCounts(), BatchSharder(layout, rows, accumulation)
+
+  def metrics(self) -> dict[str, float]:
+    """Of the last batch."""
+    return {}
+
+  def losses(self, by_source: np.ndarray | None) -> dict[str, float]:
+    """Mean losses by source of a step."""
+    del by_source
+    return {}
+
+
+class TrainBatches(Batches):
+  """`Batches` of loader.train_batches."""
 
   def __init__(self, data: DataConfig, layout: axes.Layout, rows: int, accumulation: int):
+    super().__init__(layout, rows, accumulation)
     self._sources = tuple(data.sources)
-    self.counts, self.spread = loader.DocumentCounts(), BatchSharder(layout, rows, accumulation)
     self.iterator = loader.train_batches(
       data, self.spread.local_batch, self.spread.shard, self.counts
     )

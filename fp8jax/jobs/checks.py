@@ -25,12 +25,11 @@ from fp8jax.step.train_spec import TrainSpec
 
 def train_problems(c: Any) -> list[str]:
   """The problems of sections that --job=train does not read, in words."""
-  if not c.rl.tasks:
-    return []
   return [
-    f"rl.tasks={c.rl.tasks!r} is read by --job=rl, and --job=train would learn data.sources; give "
-    "--job=rl, or set rl.tasks=''"
-  ]
+    f"rl.{name}={value!r} is read by --job=rl, and --job=train would learn data.sources; give "
+    f"--job=rl, or set rl.{name}=''"
+    for name, value in (("tasks", c.rl.tasks), ("pairs", c.rl.pairs)) if value
+  ]  # fmt: skip
 
 
 def calibrate_problems(c: Any) -> list[str]:

@@ -61,7 +61,7 @@ def _of_rollout(spec: train_spec.TrainSpec, gpu: str) -> list[MemoryRow]:
     gpu: one of aot.CAPABILITY; "" for the devices at hand.
   """
   own, g, layout, rows = spec.of(RL), spec.of(Generate), spec.run.layout, []
-  if own.objective.kl and not distillation.is_base(spec, own.reference):
+  if own.objective.has_reference and not distillation.is_base(spec, own.reference):
     model = lora.without(spec.model)
     held = params_lib.abstract(distillation.declaration(spec), model.dims, layout)
     count = sum(x.size for x in jax.tree.leaves(held)) * spec.run.dtype.itemsize

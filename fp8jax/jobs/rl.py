@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -15,20 +14,18 @@ import numpy as np
 
 from fp8jax import console as console_lib
 from fp8jax import records, statistics
-from fp8jax.data import batch_sharding, loader
+from fp8jax.data import batch_sharding
 from fp8jax.errors import UserError
 from fp8jax.evaluation import catalog, tasks
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation import api
 from fp8jax.generation.completion import LENGTH
 from fp8jax.generation.settings import Generate
-from fp8jax.jobs import checks, evaluate_tasks, rl_reward, run_state, start, train
+from fp8jax.jobs import evaluate_tasks, rl_reward, run_state, start, train
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.models import lora, transformer
-from fp8jax.models.hf import same_model
 from fp8jax.ops import policy_gradient
-from fp8jax.phases import policy
-from fp8jax.rl import reward, reward_model, rollout
+from fp8jax.rl import pairs, reward, reward_model, rollout
 from fp8jax.rl.settings import REWARD, RL
 from fp8jax.run import evaluator
 from fp8jax.step import distillation
@@ -37,96 +34,14 @@ from fp8jax.step.train_spec import TrainSpec
 _OF_POLICY = ("advantages", "old", "rollout", "reference")
 
 
-def problems_of_spec(spec: TrainSpec) -> list[str]:
-  """The problems of a run's rl section with the rest, in words."""
-  own, g = spec.of(RL), spec.of(Generate)
-  if own.loss == REWARD:
-    return rl_reward.problems_of_spec(spec)
-  texts = [*checks.accuracy_problems(spec), *_reference_problems(spec)]
-  if spec.model.reward_head:
-    texts.append(f"rl.loss={own.loss!r} with a reward head, which draws no text; set 'reward'")
-  if own.reward_model:
-    texts += reward_model.problems(own.reward_model, spec)
-    if own.reward:
-      texts.append(f"rl.reward={own.reward!r} beside rl.reward_model={own.reward_model!r}: a "
-                   "completion has one reward; leave one out")  # fmt: skip
-  if own.rollout:
-    texts += checks.recipe_problems(spec, "rl.rollout", (own.rollout,))
-  if not 0 <= own.objective.kl < math.inf:
-    texts.append(f"rl.kl={own.objective.kl} must be 0, no reference, or positive and finite")
-  low, high = own.objective.clip_low, own.objective.clip_high
-  if not (0 <= low <= 1 and 0 <= high < math.inf):
-    texts.append(f"rl.clip_low={low} must be from 0 to 1, rl.clip_high={high} 0 or positive")
-  if not own.tasks:
-    texts.append("rl.tasks='' names no question to learn from; see eval.tasks for what there is")
-  if own.prompts % own.updates_per_rollout:
-    texts.append(
-      f"rl.prompts={own.prompts} must be a multiple of "
-      f"rl.updates_per_rollout={own.updates_per_rollout}: a group is of one step"
-    )
-  rows = own.prompts * own.samples // own.updates_per_rollout
-  if rows != spec.global_batch:
-    texts.append(
-      f"global_batch={spec.global_batch} must be rl.prompts * rl.samples / "
-      f"rl.updates_per_rollout = {rows}: a completion in every row"
-    )
-  if own.temperature <= 0:
-    texts.append(f"rl.temperature={own.temperature} must be positive: greedy draws are all alike")
-  if own.overlong >= own.max_new_tokens:
-    texts.append(f"rl.overlong={own.overlong} must be below rl.max_new_tokens={own.max_new_tokens}")
-  if g.top_p != 1 or g.top_k:
-    texts.append(
-      f"generate.top_p={g.top_p}, generate.top_k={g.top_k}: a token's probability would be another "
-      "in the rollout than in training; set top_p=1.0 and top_k=0"
-    )
-  if any(isinstance(one, policy.RollBack) for one in spec.precision.policy):
-    texts.append(
-      "precision.policy rolls back with --job=rl: its batches are drawn by the parameters, and the "
-      "same ones would come again; leave that policy out"
-    )
-  if not g.max_length:
-    texts.append(
-      "generate.max_length=0: the cache of a rollout has one size, so that a completion does not "
-      "depend on others; set it to the longest prompt and completion together"
-    )
-  if jax.process_count() > 1:
-    texts.append("--job=rl draws in one process; start one for all of its devices")
-  return texts
-
-
-def _reference_problems(spec: TrainSpec) -> list[str]:
-  own, init = spec.of(RL), spec.init
-  if not own.objective.kl > 0:
-    return []
-  if own.reference:
-    try:
-      same_model.check(own.reference, lora.without(spec.model))
-    except (ValueError, OSError) as e:
-      return [f"rl.reference: {e}"]
-  elif not (init.hf or init.workdir):
-    return [
-      f"rl.kl={own.objective.kl} (set, or of rl.loss={own.loss!r}) without a reference: weights "
-      "are drawn at random; set init.hf or init.workdir to weights to start from, rl.reference to "
-      "a folder, or rl.kl=0"
-    ]
-  elif init.adapters:
-    return [
-      f"rl.kl={own.objective.kl} with init.adapters={init.adapters!r}: the frozen base is not what "
-      "training starts from; merge them (--job=export) and set rl.reference to the folder"
-    ]
-  return []
-
-
-class Questions:
-  """The prompts of rl.tasks in the place of a run's data (batch_sharding.TrainBatches)."""
+class Questions(batch_sharding.Batches):
+  """The prompts of rl.tasks in the place of a run's data."""
 
   def __init__(self, spec: TrainSpec, found: list[rollout.Question]):
-    rows = (spec.microbatch, spec.grad_accum_steps)
-    self.counts = loader.DocumentCounts()
-    self.spread = batch_sharding.BatchSharder(spec.run.layout, *rows)
+    super().__init__(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
     self._found = found
     order = grain.MapDataset.range(len(found)).shuffle(spec.seed % 2**32).repeat()
-    self.iterator: Any = iter(order.to_iter_dataset())
+    self.iterator = iter(order.to_iter_dataset())
 
   def __iter__(self) -> Iterator[rollout.Question]:
     return self
@@ -134,12 +49,14 @@ class Questions:
   def __next__(self) -> rollout.Question:
     return self._found[int(next(self.iterator))]
 
-  def metrics(self) -> dict[str, float]:
-    return {}
 
-  def losses(self, by_source) -> dict[str, float]:
-    del by_source
-    return {}
+class PairBatches(batch_sharding.Batches):
+  """The pairs of rl.pairs in the place of a run's data."""
+
+  def __init__(self, spec: TrainSpec, stored: pairs.Pairs):
+    super().__init__(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
+    of = self.spread.local_batch, spec.data, self.spread.shard
+    self.iterator = pairs.batches(stored, *of)
 
 
 def questions(spec: TrainSpec) -> list[rollout.Question]:
@@ -251,17 +168,30 @@ class RLState(run_state.RunState):
     self._generator.release()
     each = own.prompts // own.updates_per_rollout
     size = rules, own.objective, spec.global_batch, spec.data.seq_len
-    parts = [
-      rollout.laid_out(groups[n : n + each], *size) for n in range(0, own.prompts, each)
-    ]  # fmt: skip
-    for part in parts:
-      part["old_BL"] = _logp(spec, own.temperature, state.params, sites, part)
+    parts = []
+    for n in range(0, own.prompts, each):
+      if own.objective.beta:
+        parts.append(
+          pairs.laid_out(
+            pairs.of_groups(groups[n : n + each]), spec.data.seq_len, spec.global_batch
+          )
+        )
+      else:
+        parts.append(rollout.laid_out(groups[n : n + each], *size))
+        parts[-1]["old_BL"] = _logp(spec, own.temperature, state.params, sites, parts[-1])
       if self._reference is not None:
-        frozen = distillation.of_student(self._reference, state.params)
-        part["reference_BL"] = _logp(spec, own.temperature, frozen, sites, part, is_base=True)
+        parts[-1]["reference_BL"] = self._referred(state, sites, parts[-1])
     self._keep(path, parts, groups)
     self._say(cycle, groups, dropped, seconds)
     return parts
+
+  def _referred(self, state, sites, part) -> np.ndarray:
+    """float32 [B, L] log-probabilities of the reference; a microbatch's rows exist at a time."""
+    frozen = distillation.of_student(self._reference, state.params)
+    rows, step = len(part["tokens_BL"]), self.spec.microbatch
+    some = ({k: x[n : n + step] for k, x in part.items()} for n in range(0, rows, step))
+    how = self.spec, self._own.temperature, frozen, sites
+    return np.concatenate([_logp(*how, x, is_base=True) for x in some])
 
   def _say(self, cycle: int, groups: list[rollout.Group], dropped: int, seconds: float):
     """Prints what a rollout brought, and keeps it for the metrics of the next step."""
@@ -292,6 +222,25 @@ class RLState(run_state.RunState):
       np.savez_compressed(f, **flat)
     with records.replacing(f"{path}.jsonl") as part, open(part, "w") as f:
       f.writelines(records.to_json(rollout.as_row(group), None) + "\n" for group in groups)
+    if self._own.objective.keeps_best:
+      folder, name = os.path.join(self._workdir, rollout.KEPT), os.path.basename(path)
+      records.make_folder(folder, "--workdir")
+      target = os.path.join(folder, f"{name}.jsonl")
+      with records.replacing(target) as part, open(part, "w") as f:
+        f.writelines(records.to_json(row, None) + "\n" for row in rollout.as_chats(groups))
+
+
+class PairState(RLState):
+  """The state of a run that learns from stored pairs: it draws nothing."""
+
+  def feeds_by(self, step: int) -> str:
+    return run_state.RunState.feeds_by(self, step)
+
+  def next_batch(self, state, step: int):
+    batch, number = run_state.RunState.next_batch(self, state, step)
+    spec = self.spec
+    sites = evaluator.sites_of(spec, None, state.scaling_states, spec.phase(step))
+    return {**batch, "reference_BL": self._referred(state, sites, batch)}, number
 
 
 def _logp(spec: TrainSpec, t: float, params, sites, part, is_base: bool = False) -> np.ndarray:
@@ -320,11 +269,23 @@ def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
   Raises:
     UserError: see `questions`, rl/reward.py and rl/reward_model.py.
   """
-  own, out = spec.of(RL), console_lib.console()
+  own, reference = spec.of(RL), None
   if own.loss == REWARD:
     return rl_reward.run(spec, workdir)
-  found, contents, reference = questions(spec), {}, None
+  feed, judge = _of_pairs(spec) if own.pairs else _of_questions(spec)
+  if own.objective.has_reference:
+    reference, where = start.frozen(spec, own.reference, "rl.reference")
+    feed.contents.update(distillation.identity(reference, "rl.reference"))
+    by = f"rl.beta={own.beta}" if own.objective.beta else f"rl.kl={own.objective.kl}"
+    console_lib.console().print(f"reference: {where}, multiplied as the policy; {by}")
+  make = functools.partial(PairState if own.pairs else RLState, workdir, judge, reference)
+  return train.run(spec, workdir, make_state=make, feed=feed)
+
+
+def _of_questions(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
+  own, found = spec.of(RL), questions(spec)
   judge: rollout.Judge = reward.of_verifiers
+  contents = {}
   if own.reward:
     judge = of_function = reward.OfFunction(own.reward)
     contents["rl.reward"] = f"{own.reward} {of_function.fingerprint}"
@@ -332,14 +293,17 @@ def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
     judge = of_model = reward_model.RewardModel(own.reward_model, spec)
     contents["rl.reward_model"] = of_model.fingerprint
   text = "|".join(f"{q.task.fingerprint} {q.item.name}" for q in found)
-  if own.objective.kl:
-    reference, where = start.frozen(spec, own.reference, "rl.reference")
-    contents |= distillation.identity(reference, "rl.reference")
-    out.print(f"reference: {where}, multiplied as the policy; rl.kl={own.objective.kl}")
-  feed = train.Feed(
-    hashlib.sha256(text.encode()).hexdigest()[:16], lambda spec: Questions(spec, found), contents,
-    asks=True,
-  )  # fmt: skip
-  return train.run(
-    spec, workdir, make_state=functools.partial(RLState, workdir, judge, reference), feed=feed
-  )
+  fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+  open_ = lambda spec: Questions(spec, found)  # noqa: E731
+  return train.Feed(fingerprint, open_, contents, asks=True), judge
+
+
+def _of_pairs(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
+  data = spec.data
+  of_template = data.tokenizer, data.chat_template, data.template_date
+  template = functools.partial(generator_lib.chat_template, *of_template)
+  stored = pairs.Pairs(spec.of(RL).pairs, pairs.Encoder(data, template))
+  text = repr([stored.fingerprint(), data.tokenizer.fingerprint, data.seq_len, data.seed])
+  fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+  open_ = lambda spec: PairBatches(spec, stored)  # noqa: E731
+  return train.Feed(fingerprint, open_, asks=True), reward.of_verifiers

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8jax.data import batch_sharding, loader
+from fp8jax.data import batch_sharding
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.jobs import run_state, train
 from fp8jax.ops import site
@@ -44,22 +44,13 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   return texts
 
 
-class Batches:
-  """The pairs of a run in the place of its data (batch_sharding.TrainBatches)."""
+class Batches(batch_sharding.Batches):
+  """The pairs of a run in the place of its data."""
 
   def __init__(self, spec: TrainSpec, pairs: pairs_lib.Pairs):
-    rows = spec.microbatch, spec.grad_accum_steps
-    self.counts = loader.DocumentCounts()
-    self.spread = batch_sharding.BatchSharder(spec.run.layout, *rows)
+    super().__init__(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
     of_run = spec.global_batch, spec.data, self.spread.shard
-    self.iterator: Any = pairs_lib.batches(pairs, *of_run, ranking.laid_out)
-
-  def metrics(self) -> dict[str, float]:
-    return {}
-
-  def losses(self, by_source) -> dict[str, float]:
-    del by_source
-    return {}
+    self.iterator = pairs_lib.batches(pairs, *of_run, ranking.laid_out)
 
 
 class RewardState(run_state.RunState):

@@ -38,7 +38,7 @@ class RunState:
   """
 
   def __init__(
-    self, policies: policy_runner.PolicyRunner, calibration, batches: Any,
+    self, policies: policy_runner.PolicyRunner, calibration, batches: batch_sharding.Batches,
     out: rich.console.Console, disturb=None,
   ):  # fmt: skip
     self.policies, self.calibration, self._out = policies, calibration, out

@@ -33,6 +33,7 @@ from fp8jax.jobs import (
   preview,
   quantize,
   rl,
+  rl_checks,
   search,
   sensitivity,
   train,
@@ -168,7 +169,7 @@ JOBS = {
   "rl": Job(
     rl.run,
     Needs(
-      (Tasks, Generate, RL), checks.rl_problems, rl.problems_of_spec, has_steps=True,
+      (Tasks, Generate, RL), checks.rl_problems, rl_checks.problems_of_spec, has_steps=True,
       has_calibration=True, takes_scores=True,
     ),
   ),

@@ -8,8 +8,8 @@ and optimizers are then those of all training.
 Sources: GRPO: DeepSeekMath (arXiv:2402.03300 §4.1); DAPO: arXiv:2503.14476 §3; Dr. GRPO:
 arXiv:2503.20783 §3.2; truncated importance sampling between rollout and training: Yao et al. 2025,
 as InfiR2's scripts have it (slime); DPO: arXiv:2305.18290 §4; rejection sampling: STaR
-(arXiv:2203.14465) and RAFT (arXiv:2304.06767). P is a prompt or a pair, J is a completion of a
-prompt's group.
+(arXiv:2203.14465) and RAFT (arXiv:2304.06767). P is a prompt or pair, J is a completion of its
+group.
 """
 
 import dataclasses

@@ -18,6 +18,8 @@ _DRAWN = (
   ("rl/entropy", "entropy of the policy, nats per token (estimate: -log p of what it drew)", "~s"),
   ("rl/cut", "share of completions cut at rl.max_new_tokens", ".0%"),
   ("rl/equal_groups", "groups of equal rewards that made way", "~s"),
+  ("rl/accuracy", "share of pairs in which the preferred answer is ahead", ".0%"),
+  ("rl/margin", "reward of the preferred answer over the other's", "~s"),
   ("rl/clipped", "share of tokens that are clipped", ".1%"),
   ("rl/kl_to_old", "KL to the policy that drew, nats per token (k3)", "~s"),
   ("rl/kl_to_reference", "KL to the reference, nats per token (k3)", "~s"),
@@ -28,8 +30,8 @@ _DRAWN = (
 
 
 def of_run(run: RunFiles) -> list[Section]:
-  """Parts of a run's report; none of a run that drew no completions."""
-  if "rl/reward" not in run.curves:
+  """Parts of a run's report; none of another job's."""
+  if not any(name.startswith("rl/") for name in run.curves):
     return []
   band = ("rl/reward_low", "rl/reward_high")
   drawn = {"rl_reward": charts.metric(run, "rl/reward", "reward of a rollout, 95 %", band=band)}
@@ -38,7 +40,7 @@ def of_run(run: RunFiles) -> list[Section]:
   note = (
     "A reward is of training's questions, drawn at rl.temperature; its interval is over the "
     "questions of one rollout. Held-out questions are in the section Loss."
-  )
+  ) * ("rl/reward" in run.curves)
   return [Section("Reinforcement learning", note, charts.specs(**drawn)), *_samples(run.workdir)]
 
 

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import grain
 import numpy as np
 
 from fp8jax.data import loader, reading, sources
@@ -219,6 +218,8 @@ def batches(pairs: Pairs, rows: int, data: DataConfig, shard: loader.Shard, lay=
   Raises:
     UserError: of a line; there are fewer than `rows` / 2 for each process.
   """
+  import grain  # extra `data`
+
   source = grain.MapDataset.source(pairs)
   for _ in reading.read(source, data.workers):
     pass

@@ -6,7 +6,7 @@ each.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from fp8jax.ops import policy_gradient
 from fp8jax.ops.policy_gradient import Objective
 from fp8jax.rl.settings import Rules
 
-FOLDER = "rollouts"  # of a workdir
+FOLDER, KEPT = "rollouts", "kept"  # of a workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +135,21 @@ def as_row(group: Group) -> Row:
       for c, r in zip(group.completions, group.rewards, strict=True)
     ],
   }  # fmt: skip
+
+
+def as_chats(groups: Sequence[Group]) -> list[dict[str, Any]]:
+  """The completions that are right, and ended by themselves, as rows of conversations that
+  supervised fine-tuning reads (data.sources with chat="messages")."""
+  made = []
+  for group in groups:
+    task, best = group.question.task, max(group.rewards)
+    asked = [{"role": "system", "content": task.system}] if task.system else []
+    asked.append({"role": "user", "content": task.user_text(group.question.item).strip()})
+    for c, r in zip(group.completions, group.rewards, strict=True):
+      if r == best > 0 and c.finish_reason != LENGTH and (task.prefix + c.text).strip():
+        answer = {"role": "assistant", "content": task.prefix + c.text}
+        made.append({"messages": [*asked, answer]})
+  return made
 
 
 def laid_out(

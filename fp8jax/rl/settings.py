@@ -32,10 +32,11 @@ REWARD = "reward"  # rl.loss of a reward head
 
 # A table: a key a row, its meaning beside it.
 # fmt: off
-@section("rl", mapped=True)
+@section("rl")
 class RL:
-  """--job=rl: reinforcement learning from verified answers. An update draws `samples` completions
-  of `prompts` questions with the present parameters, and takes `updates_per_rollout` steps on them.
+  """--job=rl: reinforcement learning from verified answers, or from preference pairs. An update
+  draws `samples` completions of `prompts` questions with the present parameters, and takes
+  `updates_per_rollout` steps on them; with `pairs` nothing is drawn.
   """
 
   tasks: str = key("", "Questions to learn from, a comma list as eval.tasks; questions that "
@@ -43,13 +44,20 @@ class RL:
   questions: int = key(0, "per task, the first; 0: all, and 200 of a family", least=0)
   loss: str = key("grpo", 'Policy gradient: "grpo" (arXiv:2402.03300), "dapo" (arXiv:2503.14476: '
     "clip-higher, groups of equal rewards resampled, one mean over all tokens of the update), "
-    '"dr_grpo" (arXiv:2503.20783: no deviation, no length). "reward": of a reward head on pairs '
+    '"dr_grpo" (arXiv:2503.20783: no deviation, no length). "rejection": cross entropy of the '
+    "completions of a group's highest reward, where it is positive (STaR, RAFT); WORKDIR/kept has "
+    'them as conversations that data.sources reads. "dpo" (arXiv:2305.18290): of `pairs`, or of '
+    'the best and the worst completion of a group. "reward": of a reward head on `pairs` '
     "(model.reward_head), log(1 + exp(rejected - chosen)) of their scores (Bradley-Terry, "
     'arXiv:2203.02155).', choices=(*OBJECTIVES, REWARD))
-  pairs: str = key("", "Pairs to learn from: JSON lines, a file or a glob, of texts or messages "
-    '"prompt", "chosen" and "rejected", as trl reads them.')
+  pairs: str = key("", 'JSON lines, a file or a glob, with "prompt", "chosen" and "rejected", '
+    'texts or lists of messages, as trl reads them, for rl.loss="dpo" and "reward"; two rows of '
+    'global_batch each. "" draws those of dpo from rl.tasks.')
   eval_pairs: str = key("", "Held-out pairs, all of which every evaluation ranks (eval.every, "
-    "eval.batch).")
+    "eval.batch), of a reward head.")
+  beta: float = key(0.1, "dpo: reward of a log-ratio to the reference. The metrics rl/chosen, "
+    "rl/rejected, rl/margin and rl/accuracy are trl's rewards/chosen, rejected, margins and "
+    "accuracies.")
   reward_model: str = key("", "Hugging Face folder of a reward model, in the place of the tasks' "
     "verifiers: a completion's reward is its score, in the compute dtype. Of the same tokenizer.")
   prompts: int = key(8, "questions of a rollout", least=1)
@@ -86,6 +94,8 @@ class RL:
     own = {"clip_low": self.clip_low, "clip_high": self.clip_high, "kl": self.kl}
     own = {k: v for k, v in own.items() if v is not None}
     own["most_correction"] = self.most_correction
+    if OBJECTIVES[self.loss].beta:
+      own["beta"] = self.beta
     return dataclasses.replace(OBJECTIVES[self.loss], **own)
 
   @property

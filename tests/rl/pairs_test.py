@@ -66,6 +66,8 @@ def test_a_token_across_the_end_of_a_prompt_belongs_to_the_answers():
   made = encode({"prompt": "xa", "chosen": "bc", "rejected": "cc"}, "f")
   merged = Merges().encode_prompt("ab")
   assert made == ((120,), (*merged, 99, 0), (97, 99, 99, 0)) and len(merged) == 1
+  other = encode({"prompt": "xa", "chosen": "cc", "rejected": "bc"}, "f")
+  assert other == (made.prompt, made.rejected, made.chosen)
 
 
 def test_rows_are_laid_out_as_written_by_hand():

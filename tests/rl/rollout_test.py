@@ -1,15 +1,19 @@
 """Rollouts as batches: places, weights and advantages by hand; resampling; penalties."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 
+from fp8jax.data import sources
 from fp8jax.errors import UserError
 from fp8jax.evaluation import verifiers
 from fp8jax.evaluation.tasks import Item, Task
 from fp8jax.generation.completion import Completion
 from fp8jax.generation.settings import Sampling
 from fp8jax.ops.policy_gradient import OBJECTIVES
-from fp8jax.rl import reward, rollout
+from fp8jax.rl import pairs, reward, rollout
 from fp8jax.rl.settings import Rules
 
 TASK = Task("sums", (), verifiers.exact, "exact")
@@ -82,3 +86,40 @@ def test_logits_that_are_not_finite_stop_the_rollout():
     asked = iter([question("a", "4", [1])])
     rules = Rules(1, 2, RULES.sampling)
     rollout.collect(asked, bad, reward.of_verifiers, rules, OBJECTIVES["grpo"])
+
+
+def test_right_answers_are_conversations_that_fine_tuning_reads(tmp_path):
+  task = dataclasses.replace(TASK, system="Be short.", prefix="= ")
+  asked = rollout.Question(task, Item("a", "2+2?", "4"), (1,))
+  ended, cut = completion("4", [7]), completion("4", [7, 7], "length")
+  groups = [
+    rollout.Group(asked, (ended, completion("5", [7]), cut), (1.0, 0.0, 1.0)),
+    rollout.Group(asked, (ended, ended), (0.0, 0.0)),
+  ]
+  path = tmp_path / "kept.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rollout.as_chats(groups)))
+  entry = {"kind": "jsonl", "path": str(path), "chat": "messages", "field": "messages"}
+  read = sources.open_source(entry)
+  assert len(read) == 1 and read[0]["messages"] == [
+    {"role": "system", "content": "Be short."}, {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "= 4"},
+  ]  # fmt: skip
+
+
+def test_rejection_weighs_the_best_alone():
+  rule = OBJECTIVES["rejection"]
+  asked = question("a", "4", [1, 2])
+  group = rollout.Group(asked, tuple(completion("", range(3, 4 + n)) for n in range(3)), (0, 1, 1))
+  batch = rollout.laid_out([group], RULES, rule, 4, 6)
+  weights = np.zeros((4, 6), np.float32)
+  weights[1, 1:3] = weights[2, 1:4] = 1 / 5
+  np.testing.assert_array_equal(batch["weights_BL"], weights)
+  wrong = rollout.Group(asked, group.completions, (0, 0, 0))
+  assert not rollout.laid_out([wrong], RULES, rule, 4, 6)["weights_BL"].any()
+
+
+def test_pairs_of_groups_are_the_first_best_and_worst():
+  answers = tuple(completion("", [3 + n, 9]) for n in range(4))
+  group = rollout.Group(question("a", "4", [1, 2]), answers, (0.5, 1.0, 0.0, 1.0))
+  equal = rollout.Group(question("b", "4", [1]), answers[:2], (1.0, 1.0))
+  assert pairs.of_groups([equal, group]) == [pairs.Pair((1, 2), (4, 9), (5, 9))]

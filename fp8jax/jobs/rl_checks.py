@@ -1,0 +1,126 @@
+"""Refusals of --job=rl that depend on the whole configuration, in words."""
+
+import math
+
+import jax
+
+from fp8jax.generation.settings import Generate
+from fp8jax.jobs import checks, rl_reward
+from fp8jax.models import lora
+from fp8jax.models.hf import same_model
+from fp8jax.phases import policy
+from fp8jax.rl import reward_model
+from fp8jax.rl.settings import REWARD, RL
+from fp8jax.step.train_spec import TrainSpec
+
+
+def problems_of_spec(spec: TrainSpec) -> list[str]:
+  """The problems of a run's rl section with the rest, in words."""
+  own = spec.of(RL)
+  if own.loss == REWARD:
+    return rl_reward.problems_of_spec(spec)
+  rule, texts = own.objective, [*checks.accuracy_problems(spec), *_reference_problems(spec)]
+  if not 0 <= rule.kl < math.inf:
+    texts.append(f"rl.kl={rule.kl} must be 0, no reference, or positive and finite")
+  if rule.kl and (rule.beta or rule.keeps_best):
+    texts.append(f"rl.kl={rule.kl} with rl.loss={own.loss!r}, which has no such term; leave it out")
+  if not 0 < own.beta < math.inf:
+    texts.append(f"rl.beta={own.beta} must be positive and finite")
+  if not (0 <= rule.clip_low <= 1 and 0 <= rule.clip_high < math.inf):
+    texts.append(
+      f"rl.clip_low={rule.clip_low} must be from 0 to 1, rl.clip_high={rule.clip_high} 0 or "
+      "positive"
+    )
+  if spec.model.reward_head:
+    texts.append(f"rl.loss={own.loss!r} with a reward head, which draws no text; set 'reward'")
+  if own.temperature <= 0:
+    texts.append(f"rl.temperature={own.temperature} must be positive: greedy draws are all alike")
+  if rule.beta and spec.microbatch % 2:
+    texts.append(
+      f"rl.loss={own.loss!r} with {spec.microbatch} rows per microbatch, expected an even number: "
+      "a pair is two rows; change global_batch or grad_accum_steps"
+    )
+  if jax.process_count() > 1:
+    texts.append("--job=rl runs in one process; start one for all of its devices")
+  return texts + (_pairs_problems if own.pairs else _rollout_problems)(spec)
+
+
+def _pairs_problems(spec: TrainSpec) -> list[str]:
+  own, texts = spec.of(RL), []
+  if not own.objective.beta:
+    texts.append(f"rl.pairs={own.pairs!r} with rl.loss={own.loss!r}, which draws completions; set "
+                 "rl.loss='dpo', or rl.pairs=''")  # fmt: skip
+  if own.tasks:
+    texts.append(f"rl.pairs={own.pairs!r} with rl.tasks={own.tasks!r}: a run learns from one of "
+                 "them; empty the other")  # fmt: skip
+  return texts
+
+
+def _rollout_problems(spec: TrainSpec) -> list[str]:
+  own, g, texts = spec.of(RL), spec.of(Generate), []
+  if own.rollout:
+    texts += checks.recipe_problems(spec, "rl.rollout", (own.rollout,))
+  if own.reward_model:
+    texts += reward_model.problems(own.reward_model, spec)
+  if own.reward_model and own.reward:
+    texts.append(
+      f"rl.reward={own.reward!r} beside rl.reward_model={own.reward_model!r}: a completion has one "
+      "reward; leave one out"
+    )
+  if not own.tasks:
+    texts.append("rl.tasks='' names no question to learn from; see eval.tasks for what there is, "
+                 "or set rl.pairs with rl.loss='dpo'")  # fmt: skip
+  if own.prompts % own.updates_per_rollout:
+    texts.append(
+      f"rl.prompts={own.prompts} must be a multiple of "
+      f"rl.updates_per_rollout={own.updates_per_rollout}: a group is of one step"
+    )
+  each = 2 if own.objective.beta else own.samples
+  rows = own.prompts * each // own.updates_per_rollout
+  if rows != spec.global_batch:
+    texts.append(
+      f"global_batch={spec.global_batch} must be rl.prompts * "
+      f"{'2' if own.objective.beta else 'rl.samples'} / rl.updates_per_rollout = {rows}: a "
+      "completion in every row"
+    )
+  if own.overlong >= own.max_new_tokens:
+    texts.append(f"rl.overlong={own.overlong} must be below rl.max_new_tokens={own.max_new_tokens}")
+  if g.top_p != 1 or g.top_k:
+    texts.append(
+      f"generate.top_p={g.top_p}, generate.top_k={g.top_k}: a token's probability would be another "
+      "in the rollout than in training; set top_p=1.0 and top_k=0"
+    )
+  if any(isinstance(one, policy.RollBack) for one in spec.precision.policy):
+    texts.append(
+      "precision.policy rolls back with --job=rl: its batches are drawn by the parameters, and the "
+      "same ones would come again; leave that policy out"
+    )
+  if not g.max_length:
+    texts.append(
+      "generate.max_length=0: the cache of a rollout has one size, so that a completion does not "
+      "depend on others; set it to the longest prompt and completion together"
+    )
+  return texts
+
+
+def _reference_problems(spec: TrainSpec) -> list[str]:
+  own, init = spec.of(RL), spec.init
+  if not own.objective.has_reference:
+    return []
+  by = "rl.loss='dpo'" if own.objective.beta else f"rl.kl={own.objective.kl}"
+  if own.reference:
+    try:
+      same_model.check(own.reference, lora.without(spec.model))
+    except (ValueError, OSError) as e:
+      return [f"rl.reference: {e}"]
+  elif not (init.hf or init.workdir):
+    return [
+      f"{by} (set, or of rl.loss={own.loss!r}) without a reference: weights are drawn at random; "
+      "set init.hf or init.workdir to weights to start from, rl.reference to a folder, or rl.kl=0"
+    ]
+  elif init.adapters:
+    return [
+      f"{by} with init.adapters={init.adapters!r}: the frozen base is not what "
+      "training starts from; merge them (--job=export) and set rl.reference to the folder"
+    ]
+  return []
