@@ -200,14 +200,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]
 
 def forward(spec: TrainSpec, sites, texts: Sequence[Batch]) -> Callable[[Any], Iterator[jax.Array]]:
   """From parameters to the logits [B, L, V] of every batch."""
-  run = functools.partial(transformer.logits, cfg=spec.model, run=spec.run)
-  jitted = jax.jit(run, compiler_options=choose.compiler_options(spec.device))
-  return lambda params: (jitted(params, sites, b.inputs) for b in texts)
+  jitted = choose.program(transformer.logits, spec.device, ("cfg", "run"))
+  run = functools.partial(jitted, cfg=spec.model, run=spec.run)
+  return lambda params: (run(params, sites, b.inputs) for b in texts)
 
 
 def compared(spec: TrainSpec, texts: Sequence[Batch], source: Iterable[Any], made: Iterable[Any]):
   """See `row`; `source` and `made` have logits [B, L, V] of every batch."""
-  jitted = jax.jit(difference, compiler_options=choose.compiler_options(spec.device))
+  jitted = choose.program(difference, spec.device)
   columns = zip(texts, source, made, strict=True)
   parts = [jax.device_get(jitted(x, y, b.tokens_BL, b.counts_BL)) for b, x, y in columns]
   return row([sum(map(float, column)) for column in zip(*parts)])
