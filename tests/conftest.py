@@ -105,12 +105,15 @@ def pytest_collection_modifyitems(items):
 # compiling takes most of the time, and LLVM's optimizations a third of that.
 _EXACT = ("quantization", "kernels", "invariance_test")
 _TRAINING = ("amax_history_test",)  # in such a folder, and compiles steps of training
+# There, too: on a CPU what is compiled is the interpreter of kernels.
+_INTERPRETED = ("mosaic_sm90_test", "quantize_sm90_test")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_quickly(request):
   names = {request.path.parent.name, request.path.stem}
-  if names & set(_EXACT) and not names & set(_TRAINING):
+  quick = _TRAINING if ON_GPU else (*_TRAINING, *_INTERPRETED)
+  if names & set(_EXACT) and not names & set(quick):
     yield
     return
   with pytest.MonkeyPatch.context() as patch:

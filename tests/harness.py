@@ -306,6 +306,16 @@ def one_layer_spec(recipe="bf16", devices=1, **changes):
   return resolve.resolve(c, devices, Device("cpu"))
 
 
+@functools.cache
+def _initializer(cfg):
+  return jax.jit(lambda key: params_lib.init(key, transformer.params(cfg), cfg.dims))
+
+
+def init_params(cfg, seed=0):
+  """Random float32 parameters of a model, in one program."""
+  return _initializer(cfg)(jax.random.key(seed))
+
+
 def only_down(recipe):
   """One site is enough, and one compiles quickly."""
   return (("layers/.*/mlp/down", recipe), (".*", "bf16"))
@@ -347,7 +357,7 @@ BLOCKS = dict(
 def folder_of_blocks(folder):
   """The folder, with random weights in BF16 whose sizes are BLOCKS."""
   cfg = dataclasses.replace(presets.DEBUG, **BLOCKS, init_std=0.05)
-  weights = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
+  weights = init_params(cfg)
   write.save(str(folder), write.model(weights, cfg, "bfloat16"))
   (folder / "tokenizer_config.json").write_text("{}")
   return folder

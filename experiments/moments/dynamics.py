@@ -70,9 +70,9 @@ def simulate(rows: dict[str, Moments], b2: float, steps: int, shape, seed: int =
   factors = 1e-4 * np.exp(rng.standard_normal((shape[0], 1)) + rng.standard_normal((1, shape[1])))
 
   @jax.jit
-  def move(state, g, key):
+  def move(state, g, t):
     """One step of every row: (new state, its m / (sqrt(v) + eps), its v)."""
-    new, updates, seconds = {}, {}, {}
+    new, updates, seconds, key = {}, {}, {}, jax.random.key(t)
     for n, (name, how) in enumerate(rows.items()):
       m, v = (
         x.unpack() if isinstance(x, quantized_tensor.QuantizedTensor) else x for x in state[name]
@@ -86,21 +86,25 @@ def simulate(rows: dict[str, Moments], b2: float, steps: int, shape, seed: int =
       )
     return new, updates, seconds
 
-  zero = jnp.zeros(shape)
-  state = {
-    name: tuple(
-      zero if quant is None else quantized_tensor.pack(zero, quant, key=jax.random.key(0))
-      for quant in (how.mu, how.nu)
-    )
-    for name, how in rows.items()
-  }
+  @jax.jit
+  def begin(zero):
+    key = jax.random.key(0)
+    return {
+      name: tuple(
+        zero if quant is None else quantized_tensor.pack(zero, quant, key=key)
+        for quant in (how.mu, how.nu)
+      )
+      for name, how in rows.items()
+    }
+
+  state = begin(jnp.zeros(shape))
   m, v = np.zeros(shape), np.zeros(shape)
   half, results = steps // 2, {name: [] for name in rows}
   for t in range(steps):
     shrink = 20.0 ** (-max(t - half + 1, 0) / (steps - half))
     g = rng.standard_normal(shape) * np.exp(0.5 * rng.standard_normal(shape)) * factors * shrink
     g = g.astype(np.float32)
-    state, updates, seconds = move(state, g, jax.random.key(t))
+    state, updates, seconds = move(state, g, t)
     g = g.astype(np.float64)
     m, v = B1 * m + (1 - B1) * g, b2 * v + (1 - b2) * g * g
     if t + 1 in (half, steps):

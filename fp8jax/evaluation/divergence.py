@@ -201,17 +201,19 @@ def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]
 def forward(spec: TrainSpec, sites, texts: Sequence[Batch]) -> Callable[[Any], Iterator[jax.Array]]:
   """From parameters to the logits [B, L, V] of every batch; of a reward head (score, 0), whose
   softmax is the probability to be preferred to a text of score 0."""
-  run = functools.partial(transformer.logits, cfg=spec.model, run=spec.run)
-  if spec.model.reward_head:
-    of_head = run
-    run = lambda *x: jnp.pad(of_head(*x), ((0, 0), (0, 0), (0, 1)))  # noqa: E731
-  jitted = jax.jit(run, compiler_options=choose.compiler_options(spec.device))
-  return lambda params: (jitted(params, sites, b.inputs) for b in texts)
+  program = choose.program(_logits, spec.device, ("cfg", "run"))
+  run = functools.partial(program, cfg=spec.model, run=spec.run)
+  return lambda params: (run(params, sites, b.inputs) for b in texts)
+
+
+def _logits(params, sites, inputs, *, cfg, run):
+  logits_BLV = transformer.logits(params, sites, inputs, cfg, run)
+  return jnp.pad(logits_BLV, ((0, 0), (0, 0), (0, 1))) if cfg.reward_head else logits_BLV
 
 
 def compared(spec: TrainSpec, texts: Sequence[Batch], source: Iterable[Any], made: Iterable[Any]):
   """See `row`; `source` and `made` have logits [B, L, V] of every batch."""
-  jitted = jax.jit(difference, compiler_options=choose.compiler_options(spec.device))
+  jitted = choose.program(difference, spec.device)
   columns = zip(texts, source, made, strict=True)
   parts = [jax.device_get(jitted(x, y, b.tokens_BL, b.counts_BL)) for b, x, y in columns]
   return row([sum(map(float, column)) for column in zip(*parts)])

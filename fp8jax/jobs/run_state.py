@@ -8,6 +8,7 @@ import jax
 import rich.console
 
 from fp8jax.compiled import expected_gemms, fp8_gemms
+from fp8jax.data import batch_sharding
 from fp8jax.jobs import policy_runner
 from fp8jax.kernels import self_test
 from fp8jax.ops import site_tree

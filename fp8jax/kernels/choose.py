@@ -8,6 +8,7 @@ is refused; for a GEMM that is an error before step 0. On a GPU "auto" never mul
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -353,6 +354,12 @@ def compiler_options(device: Device) -> dict[str, bool] | None:
   if jax.__version_info__ < (0, 12):
     options["xla_gpu_enable_dynamic_slice_fusion"] = False
   return options
+
+
+@functools.lru_cache
+def program(function: Callable, device: Device, static: tuple[str, ...] = ()):
+  """jax.jit with these arguments static: one for all callers, who compile equal calls once."""
+  return jax.jit(function, static_argnames=static, compiler_options=compiler_options(device))
 
 
 def describe(problem: GemmProblem) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 from fp8jax import params as params_lib
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
+from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Mixer
 from fp8jax.ops import capture
 from fp8jax.ptq import moments as moments_lib
@@ -49,12 +50,12 @@ class Layers:
     self._spec, self.place = spec, 0
     sites = spec.sites(evaluator.BF16)
     (self._sites,) = sites["layers"]  # nothing is quantized, so that all layers multiply alike
-    options = choose.compiler_options(spec.device)
-    embed = jax.jit(
-      functools.partial(transformer.embed, cfg=spec.model, run=spec.run), compiler_options=options
+    embed, self._moments, self._advance = (
+      functools.partial(
+        choose.program(f, spec.device, ("cfg", "run")), cfg=spec.model, run=spec.run
+      )
+      for f in (transformer.embed, _moments, _advance)
     )
-    self._moments = jax.jit(functools.partial(_moments, spec), compiler_options=options)
-    self._advance = jax.jit(functools.partial(_advance, spec), compiler_options=options)
     self._batches = [_batch(tokens_BL) for tokens_BL in windows]
     top = {name: p for name, p in params.items() if name != "layers"}
     self._x = [embed(top, sites, batch) for batch in self._batches]
@@ -90,15 +91,15 @@ def _batch(tokens_BL) -> dict[str, jax.Array]:
   return {"tokens_BL": jnp.asarray(tokens_BL, jnp.int32), "positions_BL": jnp.asarray(positions_BL)}
 
 
-def _advance(spec: TrainSpec, p, sites, x_BLD, batch):
-  context = transformer.layer_context(batch, spec.model, spec.run)
-  return transformer.layer(x_BLD, (p, sites), context, spec.model, spec.run)[0]
+def _advance(p, sites, x_BLD, batch, cfg: ModelConfig, run: ComputeConfig):
+  context = transformer.layer_context(batch, cfg, run)
+  return transformer.layer(x_BLD, (p, sites), context, cfg, run)[0]
 
 
-def _moments(spec: TrainSpec, p, sites, x_BLD, batch) -> MomentsOf:
+def _moments(p, sites, x_BLD, batch, cfg: ModelConfig, run: ComputeConfig) -> MomentsOf:
   """Of one batch: the cotangents of taps, of which there is one for every input."""
-  mixers = transformer.mixers(spec.model)
-  taps = {mixer.key: _taps(mixer, mixer.params(spec.model), spec.model.dims) for mixer in mixers}
+  mixers = transformer.mixers(cfg)
+  taps = {mixer.key: _taps(mixer, mixer.params(cfg), cfg.dims) for mixer in mixers}
 
   def stream(taps):
     own = dict(sites)
@@ -108,7 +109,7 @@ def _moments(spec: TrainSpec, p, sites, x_BLD, batch) -> MomentsOf:
         tap = taps[mixer.key][name]
         of_mixer[site] = capture.capturing(of_mixer[site], tap, moments_of)
       own[mixer.key] = of_mixer
-    return _advance(spec, p, own, x_BLD, batch)
+    return _advance(p, own, x_BLD, batch, cfg, run)
 
   y_BLD, pull = jax.vjp(stream, taps)
   return pull(jnp.zeros_like(y_BLD))[0]

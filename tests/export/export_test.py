@@ -16,7 +16,6 @@ import pytest
 import safetensors
 
 from configs import base, debug
-from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.data.chat import template
 from fp8jax.errors import UserError
@@ -330,7 +329,7 @@ def test_a_gate_on_sparse_text_holds_the_logits_of_tokens_that_count(monkeypatch
   texts = divergence.batches(spec, divergence.Wanted(90, "", "export.gate_"))
   # Windows of 45 tokens have one in the first 45 of every 128.
   assert len(texts) == 90 and sum(b.counts_BL.sum() for b in texts) == 90
-  params = params_lib.init(jax.random.key(0), spec.declaration, spec.model.dims)
+  params = harness.init_params(spec.model)
   gate = export_gate.Gate(spec, texts, params)
   assert sum(x.nbytes for x in gate._source) == 90 * spec.model.vocab_size * 4
   assert gate.report["tokens"] == 90

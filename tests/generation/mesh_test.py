@@ -45,10 +45,12 @@ UNTIED = dataclasses.replace(CFG, tie_embeddings=False)
 
 @functools.cache
 def _params(nudges=0, cfg=CFG):
-  made = params_lib.init(jax.random.key(1), transformer.params(cfg), cfg.dims)
+  made = jax.device_get(harness.init_params(cfg, 1))
   rng = np.random.default_rng(nudges)
   size = 1e-7 * bool(nudges)
-  return jax.tree.map(lambda x: x * jnp.float32(1 + size * rng.standard_normal(x.shape)), made)
+  return jax.tree.map(
+    lambda x: jnp.asarray(x * np.float32(1 + size * rng.standard_normal(x.shape))), made
+  )
 
 
 def _placed(params, layout, cfg=CFG):

@@ -72,7 +72,7 @@ def _folder(folder, name, rng, is_full=False):
     factor = float(_FACTORS["mlp" in e.name]) if scheme.layout.tensor_scale else None
     read = lambda name=e.name: codes[name]  # noqa: E731
     stored[e.name] = fp8_export.Stored(quant, read, None, factor, scheme)
-  weights = params_lib.init(jax.random.key(0), transformer.params(_CFG), _CFG.dims)
+  weights = harness.init_params(_CFG)
   _write(folder, name, weights, stored)
   (folder / "tokenizer_config.json").write_text("{}")
   return codes

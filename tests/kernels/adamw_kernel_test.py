@@ -69,16 +69,20 @@ def _arrays(rng, name):
     return x.astype(ml_dtypes.bfloat16).astype(np.float32).reshape(shape)
 
   def keep(x, quant):
-    x = jnp.asarray(x.reshape(shape), jnp.float32)
+    x = x.reshape(shape).astype(np.float32)
     if quant is None:
-      return x
-    x = quantized_tensor.pack(x, quant)
+      return jnp.asarray(x)
+    x = jax.jit(quantized_tensor.pack, static_argnums=1)(x, quant)
     assert x.scale is None or set(np.frexp(x.scale)[0].flat) <= {0.0, 0.5}
     return x
 
   p = jnp.asarray(few_bits(p))
   arrays = keep(m, kept.mu), keep(v, kept.nu)
-  return jnp.asarray(few_bits(g), dtype), bf16_remainder.split(p) if is_pair else p, *arrays
+  return (
+    jnp.asarray(few_bits(g), dtype),
+    jax.jit(bf16_remainder.split)(p) if is_pair else p,
+    *arrays,
+  )
 
 
 def _assert_same_bits(got, want):
@@ -122,6 +126,7 @@ def test_a_step_that_the_kernel_does_not_apply_leaves_everything(rng, monkeypatc
   _assert_sums_of_squares(squares, 0 * arrays[1], arrays[1])
 
 
+@jax.jit
 def _wide(kept):
   return (
     kept.unpack()
@@ -236,7 +241,7 @@ def test_adamw_kernel_names_why_it_refuses_a_parameter():
 def test_bytes_of_a_pass_are_read_and_written_but_the_gradients():
   """COAT's moments: a code per number, 5 bytes per 128; the master's float32; gradients in BF16."""
   array = jax.ShapeDtypeStruct((3, 256), jnp.bfloat16)
-  moment = quantized_tensor.zeros((3, 256), storage.MOMENTS["coat"].mu)
+  moment = jax.eval_shape(lambda: quantized_tensor.zeros((3, 256), storage.MOMENTS["coat"].mu))
   master = jax.ShapeDtypeStruct((3, 256), jnp.float32)
   of_moment = 3 * 256 + 5 * 3 * 2
   assert adamw_api.num_bytes(array, master, moment, moment) == 3 * 256 * (2 + 2 * 4) + 4 * of_moment

@@ -24,7 +24,7 @@ T, D, F = kernel_cases.GROUPED
 
 def _operands(rng, sizes):
   """Tokens and gradients sorted by expert, weights, and the layout."""
-  groups = gm.Groups.of(jnp.asarray(sizes, jnp.int32), T)
+  groups = jax.jit(gm.Groups.of, static_argnums=1)(np.int32(sizes), T)
   return lattice(rng, T, D), lattice(rng, T, F), lattice(rng, len(sizes), D, F), groups
 
 
@@ -106,25 +106,36 @@ def test_weight_gradient_adds_to_what_is_there(rng, interpreted, backend):
   sizes = (130, 0, 170)
   x, g, w, groups = _operands(rng, sizes)
   before = lattice(rng, *w.shape)
-  xs, gs = (groups.lay_out(jnp.asarray(t)) for t in (x, g))
-  got = gm.grouped_weight_gradient(
-    quantize.quantize(xs, BLOCK.wgrad.lhs, contraction=0),
-    quantize.quantize(gs, BLOCK.wgrad.rhs, contraction=0),
-    groups, len(w), backend=backend, add_to=jnp.asarray(before),
-  )  # fmt: skip
+
+  @jax.jit
+  def run(x, g, groups, before):
+    xs, gs = groups.lay_out(x), groups.lay_out(g)
+    return gm.grouped_weight_gradient(
+      quantize.quantize(xs, BLOCK.wgrad.lhs, contraction=0),
+      quantize.quantize(gs, BLOCK.wgrad.rhs, contraction=0),
+      groups, len(w), backend=backend, add_to=before,
+    )  # fmt: skip
+
+  got = run(x, g, groups, before)
   np.testing.assert_array_equal(got, before + _oracle(x, g, w, sizes)[2])
 
 
 def test_grouped_matmul_refuses_wrong_layouts_of_operands(rng):
   x, g, w, groups = _operands(rng, (100, 200))
-  a = quantize.quantize(jnp.asarray(x), BLOCK.fwd.lhs)
+  a = jax.jit(lambda x: quantize.quantize(x, BLOCK.fwd.lhs))(x)
+
+  def multiply(a, w, backend="reference"):
+    gm.grouped_matmul(a, _weights(w, BLOCK.fwd.rhs, 0), groups, backend=backend)
+
+  def multiply_laid_out(x, w):
+    multiply(quantize.quantize(groups.lay_out(x), BLOCK.fwd.lhs), w, "xla")
+
   with pytest.raises(ValueError, match="from Groups.lay_out"):
-    gm.grouped_matmul(a, _weights(w, BLOCK.fwd.rhs, 0), groups, backend="reference")
+    jax.eval_shape(multiply, a, w)
   with pytest.raises(ValueError, match="rows of tokens last"):
     gm.grouped_weight_gradient(a.T, a.T, groups, 2, backend="reference")
   with pytest.raises(ValueError, match="'xla' multiplies no groups"):
-    xs = quantize.quantize(groups.lay_out(jnp.asarray(x)), BLOCK.fwd.lhs)
-    gm.grouped_matmul(xs, _weights(w, BLOCK.fwd.rhs, 0), groups, backend="xla")
+    jax.eval_shape(multiply_laid_out, x, w)
 
 
 @pytest.mark.parametrize("operand", ["lhs", "rhs"])

@@ -40,6 +40,15 @@ def _matrix(rng, dtype, rows=208, columns=272):
   return jnp.asarray(x, dtype)
 
 
+def _wanted(x, quants, amax=None):
+  """{axis that is contracted: what quant/quantize makes}."""
+  run = lambda x, amax: {  # noqa: E731
+    along: quantize.quantize(x, quant, contraction=along, amax=amax)
+    for along, quant in quants.items()
+  }
+  return jax.jit(run)(x, amax)
+
+
 def _same_bits(got, want):
   """All bits, but for those of NaN, of which E5M2 has several."""
   got, want = np.asarray(got), np.asarray(want)
@@ -49,22 +58,29 @@ def _same_bits(got, want):
   np.testing.assert_array_equal(got.view(width)[~is_nan], want.view(width)[~is_nan])
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+# One direction alone is part of both. Scales are computed in float32, whichever dtype is read.
+_BOTH = ("activation", "gradient hybrid", "weight", "tensor")
+
+
 @pytest.mark.parametrize(
-  "name, which",
-  # One direction alone is part of both; the other kinds of it under the marker `slow`.
+  "name, which, dtype",
   [
-    pytest.param(n, w, marks=[pytest.mark.slow] if w != (1, 0) and n != "activation" else [])
+    pytest.param(
+      n, w, dtype, id=f"{n}-{w}-{kind}",
+      marks=[pytest.mark.slow] * (
+        (w != (1, 0) and (n != "activation" or kind == "f32")) or (kind == "f32" and n not in _BOTH)
+      ),
+    )
     for n in PAIRS
     for w in ((1,), (0,), (1, 0))
+    for kind, dtype in (("bf16", jnp.bfloat16), ("f32", jnp.float32))
   ],
-)
+)  # fmt: skip
 def test_kernel_is_the_quantizer(rng, name, which, dtype):
   x, quants = _matrix(rng, dtype), {along: PAIRS[name][along] for along in which}
   assert all(mosaic_sm90.supports(x, q, along) is None for along, q in quants.items())
   made, _ = mosaic_sm90.quantize_matrix(x, quants)
-  for along, quant in quants.items():
-    want = jax.jit(lambda x, q=quant, c=along: quantize.quantize(x, q, contraction=c))(x)
+  for along, want in _wanted(x, quants).items():
     assert made[along].tile == want.tile
     _same_bits(made[along].scale, want.scale)
     _same_bits(made[along].data, want.data)
@@ -76,9 +92,8 @@ def test_a_scale_that_is_not_xs_own(rng, amax):
   x, quants = _matrix(rng, jnp.bfloat16), {1: DELAYED.fwd.lhs, 0: DELAYED.wgrad.rhs}
   amax = jnp.float32(amax)
   made, seen = mosaic_sm90.quantize_matrix(x, quants, amax=amax, watched=True)
-  _same_bits(seen, tensor_stats.amax(x))
-  for along, quant in quants.items():
-    want = jax.jit(lambda x, q=quant, c=along: quantize.quantize(x, q, contraction=c, amax=amax))(x)
+  _same_bits(seen, jax.jit(tensor_stats.amax)(x))
+  for along, want in _wanted(x, quants, amax).items():
     _same_bits(made[along].scale, want.scale)
     _same_bits(made[along].data, want.data)
 
@@ -88,9 +103,8 @@ def test_sizes_are_anything(rng, name, rows, columns):
   """Padded operands and results: the unpadded matrix, its scales and its amax to the bit."""
   x = _matrix(rng, jnp.bfloat16, rows, columns)
   made, seen = mosaic_sm90.quantize_matrix(x, PAIRS[name], watched=True)
-  _same_bits(seen, tensor_stats.amax(x))
-  for along, quant in PAIRS[name].items():
-    want = jax.jit(lambda x, q=quant, c=along: quantize.quantize(x, q, contraction=c))(x)
+  _same_bits(seen, jax.jit(tensor_stats.amax)(x))
+  for along, want in _wanted(x, PAIRS[name]).items():
     _same_bits(made[along].data, want.data)
     _same_bits(made[along].scale, want.scale)
 

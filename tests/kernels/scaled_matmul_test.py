@@ -89,13 +89,13 @@ TILES = [(WHOLE, WHOLE), (1, WHOLE), (1, 32), (16, 16), (128, 128)]
 @pytest.mark.parametrize("name", ["reference", "xla"])
 @pytest.mark.parametrize("format", [E4M3, E5M2, E3M4, E2M1, INT8], ids=str)
 def test_what_supports_accepts_runs(rng, name, format):
-  """Every format beside itself and beside E4M3, in every tile: float64's product of what is
-  stored, to float32's rounding."""
+  """Every format in every tile: float64's product of what is stored, to float32's rounding. Beside
+  E4M3 they are multiplied below."""
   a, b = (rng.standard_normal((n, 80)).astype(np.float32) for n in (24, 40))
   gemms = []
-  for tile, other in itertools.product(TILES, {format, E4M3}):
+  for tile in TILES:
     promotes = tile[1] or Accumulation.PRECISE
-    gemm = Gemm(Quant(format, tile), Quant(other, tile), promotes)
+    gemm = Gemm(Quant(format, tile), Quant(format, tile), promotes)
     problem = choose.GemmProblem(24, 40, 80, gemm, CPU)
     if gemm_api.BACKENDS[name].supports(problem) is not None:
       continue

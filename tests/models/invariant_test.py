@@ -15,7 +15,6 @@ import numpy_model
 import pytest
 
 from fp8jax import axes, mesh
-from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import ConfigError
@@ -38,7 +37,7 @@ TEXTS = np.random.default_rng(0).integers(0, CFG.vocab_size, (3, 71)).astype(np.
 
 @functools.cache
 def params():
-  return params_lib.init(jax.random.key(0), transformer.params(CFG), CFG.dims)
+  return harness.init_params(CFG)
 
 
 def packed(rows, length: int):
@@ -80,7 +79,8 @@ class Model:
       of_head = (params, self.sites, batch["targets_BL"])
       return transformer.log_probs(h_BLD, *of_head, CFG, self.run, t)[0]
 
-    return lambda batch, t=1.0: np.asarray(jax.jit(function)(params(), batch, t))
+    jitted = jax.jit(function)
+    return lambda batch, t=1.0: np.asarray(jitted(params(), batch, t))
 
   def scored(self, batch):
     """As Generator.score has them: of weights that were quantized before."""
@@ -98,15 +98,17 @@ class Model:
     prompts = [TEXTS[0, :9].tolist(), TEXTS[1, :37].tolist()]
     rows = [(p, c) for p, own in zip(prompts, generator.generate(prompts, drawn, 3)) for c in own]
     batch = {
-      f"{name}_BL": np.zeros((6, 60), np.int32) for name in ("tokens", "targets", "positions")
+      f"{name}_BL": np.zeros((6, 70), np.int32) for name in ("tokens", "targets", "positions")
     }
-    batch["positions_BL"][:] = np.arange(60)
+    batch["positions_BL"][:] = np.arange(70)
+    batch["segments_BL"], batch["weights_BL"] = np.ones((6, 70), np.int32), np.ones((6, 70), "f4")
     for b, (prompt, completion) in enumerate(rows):
       text = [*prompt, *completion.tokens]
       batch["tokens_BL"][b, : len(text) - 1], batch["targets_BL"][b, : len(text) - 1] = (
         text[:-1], text[1:],
       )  # fmt: skip
-    logp_BL = self.logp(jax.tree.map(jnp.asarray, batch), 0.8)
+    halves = [jax.tree.map(lambda x, of=of: x[of], batch) for of in (slice(3), slice(3, 6))]
+    logp_BL = np.concatenate([self.logp(half, 0.8) for half in halves])
     want = [logp_BL[b, len(p) - 1 : len(p) + 19] for b, (p, _) in enumerate(rows)]
     return np.array([c.logp for _, c in rows], np.float32), np.array(want)
 

@@ -52,12 +52,13 @@ def test_without_quantization_it_is_jax_convolution(rng, name):
   ours = functools.partial(conv_general_dilated, recipe="bf16", **rest)
   theirs = functools.partial(lax.conv_general_dilated, precision="highest", **rest)
 
-  def run(convolve):
+  @functools.partial(jax.jit, static_argnums=0)
+  def run(convolve, x, w):
     y, pull = jax.vjp(lambda x, w: convolve(x, w, *args), x, w)
     g = np.random.default_rng(1).standard_normal(y.shape).astype(np.float32)
     return y, *pull(g)
 
-  for got, want in zip(jax.jit(run, static_argnums=0)(ours), run(theirs), strict=True):
+  for got, want in zip(run(ours, x, w), run(theirs, x, w), strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -73,8 +74,9 @@ def test_with_a_recipe_it_is_dot_of_patches_in_the_kernels_order(rng, recipe):
   ]
   g = rng.standard_normal((2, 5, 4, 24)).astype(np.float32)
 
+  @functools.partial(jax.jit, static_argnums=0)
   def run(product, x, w):
-    y, pull = jax.jit(lambda x, w: jax.vjp(product, x, w))(x, w)
+    y, pull = jax.vjp(product, x, w)
     return y, *pull(g.reshape(y.shape))
 
   want = run(lambda x, w: dot("TK,KF->TF", x, w, recipe), np.float32(rows), w.reshape(180, 24))
@@ -105,9 +107,11 @@ def test_gradients_of_bfloat16_sum_in_float32_and_an_infinity_stays_where_it_is(
     conv_general_dilated, window_strides=(1, 1), padding="SAME", recipe="bf16",
     dimension_numbers=FLAX_ORDER[4],
   )  # fmt: skip
-  dx = jax.grad(lambda x: run(x, w).astype(jnp.float32).sum())(x)
+  dx = jax.jit(jax.grad(lambda x: run(x, w).astype(jnp.float32).sum()))(x)
   assert dx.dtype == jnp.bfloat16 and dx[0, 4, 4, 0] == 536
-  y = run(x.astype(jnp.float32).at[0, 0, 0, 0].set(jnp.inf), w)
+  x = np.ones(x.shape, np.float32)
+  x[0, 0, 0, 0] = np.inf
+  y = jax.jit(run)(x, w)
   assert np.sum(~np.isfinite(y)) == 9 and not np.any(np.isnan(y))
 
 
@@ -125,31 +129,29 @@ def test_layers_of_flax_take_it(rng, how):
   """Linen and NNX, several batch dimensions or none; the same parameters as a plain layer."""
   x = rng.standard_normal((2, 3, 9, 8, 16)).astype(np.float32)
   plain = _linen(None, **how)
-  variables = plain.init(jax.random.key(0), x)
-  want = plain.apply(variables, x)
-  got = _linen("bf16", **how).apply(variables, x)
-  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-  np.testing.assert_allclose(
-    _linen("bf16", **how).apply(variables, x[0, 0]), want[0, 0], rtol=1e-5, atol=1e-5
+  want, variables = jax.jit(plain.init_with_output)(jax.random.key(0), x)
+  wide = _linen("bf16", **how).apply
+  got, one = jax.jit(lambda variables, x: (wide(variables, x), wide(variables, x[0, 0])))(
+    variables, x
   )
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(one, want[0, 0], rtol=1e-5, atol=1e-5)
   narrow = _linen("block_128", **how)
-  assert list(narrow.init(jax.random.key(0), x)) == ["params"]
+  assert list(jax.eval_shape(narrow.init, jax.random.key(0), x)) == ["params"]
   layer = nnx.Conv(
     16, 24, (3, 3), **how, rngs=nnx.Rngs(0), conv_general_dilated=fp8.nnx_conv("block_128")
   )
   for name, value in variables["params"].items():
     getattr(layer, name)[...] = value
-  y = narrow.apply(variables, x)
-  np.testing.assert_array_equal(
-    nnx.jit(lambda m, x: m(x))(layer, x), jax.jit(narrow.apply)(variables, x)
-  )
+  y = jax.jit(narrow.apply)(variables, x)
+  np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(layer, x), y)
   assert 1e-3 < np.linalg.norm(y - want) / np.linalg.norm(want) < 0.07
 
 
 def test_a_convolution_remembers_the_amaxes_of_its_tensors(rng):
   x = rng.standard_normal((2, 9, 8, 16)).astype(np.float32)
   model = _linen("tensor_delayed", use_bias=False)
-  variables = model.init(jax.random.key(0), x)
+  variables = jax.jit(model.init)(jax.random.key(0), x)
   loss = lambda sites: 3 * model.apply(variables | {"fp8": sites}, x).sum()  # noqa: E731
   sites = site_lib.calibrate(variables["fp8"], loss)
   (site,) = jax.tree.leaves(sites, is_leaf=lambda s: isinstance(s, site_lib.Site))

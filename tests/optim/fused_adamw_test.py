@@ -43,10 +43,9 @@ def _leaf(name, shape, sharding=None, wanted="mosaic_sm90"):
 
 def _before(rng, leaf, shape):
   """(gradient, state, kept) of a step that is not the first."""
-  param, *found = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(3))
-  first, second = (
-    quantized_tensor.pack(1e-3 * g, leaf.gradient, key=jax.random.key(0)) for g in found
-  )
+  param, *found = (rng.standard_normal(shape).astype(np.float32) for _ in range(3))
+  pack = jax.jit(lambda g: quantized_tensor.pack(g, leaf.gradient, key=jax.random.key(0)))
+  first, second = (pack(1e-3 * g) for g in found)
   state, kept, _ = _move(
     _by_optax(leaf), first, *jax.jit(update.init, static_argnums=0)(leaf, param)
   )

@@ -42,6 +42,11 @@ def _leaf(master, gradient="float32", kept="float32", lead=0):
   return optimizers.ParamOptimizer("w", transformation, masters_, gradients_, lead, 7)
 
 
+@jax.jit
+def _unpacked(kept):
+  return kept.unpack()
+
+
 # --- BF16 and a remainder ------------------------------------------------------------------------
 
 
@@ -52,7 +57,7 @@ def test_split_loses_nothing(rng):
   bits[: 2**16] = (np.arange(2**16, dtype=np.uint32) << 16) | (bits[: 2**16] & 0xFFFF)
   bits[-3:] = 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001
   both = jax.jit(bf16_remainder.split)(jnp.asarray(bits).view(jnp.float32))
-  x, found = bits.view(np.float32), np.asarray(both.unpack())
+  x, found = bits.view(np.float32), np.asarray(_unpacked(both))
   is_nan = np.isnan(x)
   np.testing.assert_array_equal(found.view(np.uint32)[~is_nan], bits[~is_nan])
   assert np.isnan(found[is_nan]).all() and np.isnan(np.float32(both.high))[is_nan].all()
@@ -62,14 +67,15 @@ def test_split_loses_nothing(rng):
   assert np.max(np.abs(high - exact) / 2.0 ** np.floor(np.log2(np.abs(exact)))) <= 2.0**-8
   ties = np.float32([1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8])
   np.testing.assert_array_equal(
-    np.float32(bf16_remainder.split(jnp.asarray(ties)).high), [1 + 2**-7, -1 - 2**-7, 1 + 2**-6]
+    np.float32(jax.jit(bf16_remainder.split)(ties).high), [1 + 2**-7, -1 - 2**-7, 1 + 2**-6]
   )
 
 
 def test_remainder_moves_like_float32_to_the_bit(rng):
   leaf, exact = _leaf("bf16_remainder"), _leaf("float32")
   p = rng.standard_normal((40, 96)).astype(np.float32)
-  (state, kept), (wanted_state, wanted) = update_lib.init(leaf, p), update_lib.init(exact, p)
+  init = jax.jit(update_lib.init, static_argnums=0)
+  (state, kept), (wanted_state, wanted) = init(leaf, p), init(exact, p)
   move = jax.jit(
     lambda leaf, g, s, k: update_lib.update_param(leaf, g, s, k, update_lib.UpdateArgs(0, 1e-3)),
     static_argnums=0,
@@ -78,7 +84,7 @@ def test_remainder_moves_like_float32_to_the_bit(rng):
     g = rng.standard_normal(p.shape).astype(np.float32)
     state, kept, _ = move(leaf, g, state, kept)
     wanted_state, wanted, _ = move(exact, g, wanted_state, wanted)
-  np.testing.assert_array_equal(kept.unpack(), wanted)
+  np.testing.assert_array_equal(_unpacked(kept), wanted)
   assert kept.high.dtype == jnp.bfloat16 and kept.low.dtype == jnp.int16
   np.testing.assert_array_equal(stored_params.value(kept), np.float32(kept.high))
 
@@ -95,7 +101,7 @@ def test_both_halves_are_of_the_same_float32(rng, name, ratio):
   kept = move(g, *jax.jit(functools.partial(update_lib.init, leaf))(p))
   wide = g.astype(np.float64)  # the first update of either
   exact = p - 1e-2 * (wide / (ratio * np.abs(wide) + optim.eps) + 0.1 * p)
-  np.testing.assert_allclose(kept.unpack(), exact, rtol=0, atol=2e-8)
+  np.testing.assert_allclose(_unpacked(kept), exact, rtol=0, atol=2e-8)
   assert np.sum(np.asarray(kept.low) == -(2**15)) > 5
 
 
@@ -115,17 +121,19 @@ def test_16_bit_masters_move_in_the_mean_where_the_nearest_would_not(
   leaf = optimizers.ParamOptimizer(
     "w", optax.with_extra_args_support(optax.identity()), storage.MASTERS[name], None, 0, 7
   )
-  state, kept = update_lib.init(leaf, x)
-  g = jnp.full(x.shape, update).at[0, 0].set(0.0)
+  g = np.full(x.shape, update, np.float32)
+  g[0, 0] = 0.0
 
   @jax.jit
-  def move(kept):
+  def move(x, g):
+    state, kept = update_lib.init(leaf, x)
+
     def one(n, kept):
       return update_lib.update_param(leaf, g, state, kept, update_lib.UpdateArgs(n, 1.0))[1]
 
-    return jax.lax.fori_loop(0, count, one, kept)
+    return jax.lax.fori_loop(0, count, one, kept).unpack()
 
-  found = np.float64(move(kept).unpack())[1:]
+  found = np.float64(move(x, g))[1:]
   # A rounding errs by at most a step, half of one in the mean square: 4 sigma of the mean.
   assert update < step / 2
   want = start - count * update
@@ -136,10 +144,11 @@ def test_16_bit_masters_move_in_the_mean_where_the_nearest_would_not(
 
 def test_float16_masters_lie_under_a_power_of_two_per_layer(rng):
   x = rng.standard_normal((3, 32, 64)).astype(np.float32) * np.float32([[[1e-6]], [[1.0]], [[3e5]]])
-  kept = storage.store_master(x, storage.MASTERS["f16"], lead=1, key=jax.random.key(0))
+  store = lambda x, key: storage.store_master(x, storage.MASTERS["f16"], lead=1, key=key)  # noqa: E731
+  kept = jax.jit(store)(x, jax.random.key(0))
   assert kept.data.dtype == jnp.float16 and kept.scale.shape == (3,)
   assert kept.scale.dtype == jnp.uint8  # its exponent
-  error = np.abs(np.float64(kept.unpack()) - x).max((1, 2))
+  error = np.abs(np.float64(_unpacked(kept)) - x).max((1, 2))
   # One step of stochastic rounding: 2^5 in the binade of the maximum, which the largest is in.
   assert np.all(error <= 2.0**-10 * np.abs(x).max((1, 2)))
 
@@ -149,37 +158,44 @@ def test_float16_masters_lie_under_a_power_of_two_per_layer(rng):
 
 @functools.cache
 def _gradients(**changes):
-  """(function of parameters, parameters) of one batch."""
+  """The function of parameters that gives those of one batch."""
   runner = _runner(**changes)
-  state, host = train_step.make_state(runner.spec), harness.host_batches()[0]
-  batch = runner.spread.place(host)
-  of = jax.jit(
+  batch = runner.spread.place(harness.host_batches()[0])
+  quant = storage.GRADIENTS[changes.get("grad_format", "float32")]
+  autoscale = gradients.init_grad_autoscale(quant, runner.spec.grad_accum_steps)
+  return jax.jit(
     lambda p: train_step.gradients(
-      runner.spec, p, runner.sites, batch, step=3, grad_autoscale=state.grad_autoscale
+      runner.spec, p, runner.sites, batch, step=3, grad_autoscale=autoscale
     )[1]
   )
-  return of, state.params
+
+
+@functools.cache
+def _params():
+  return train_step.make_state(_runner().spec).params
 
 
 def _of(**changes):
-  of, params = _gradients(**changes)
-  return of(params)
+  return _gradients(**changes)(_params())
 
 
 def test_gradients_are_kept_as_they_left_each_layer():
   """A tied embedding too, which is read twice: nothing is added after it was made narrow."""
   exact, coarse, half = (_of(grad_format=name) for name in ("float32", "e4m3", "bf16_sr"))
   # What clipping reads is what codes stand for.
-  np.testing.assert_allclose(gradients.norm(coarse), gradients.norm(exact), rtol=0.02)
+  norm = jax.jit(gradients.norm)
+  np.testing.assert_allclose(norm(coarse), norm(exact), rtol=0.02)
+  quant = storage.GRADIENTS["e4m3"]  # the largest at E4M3's second largest number
+  pack = functools.partial(quantized_tensor.pack, quant=quant, autoscale=np.float32(416 / 448))
+  packed = jax.jit(
+    lambda tree: {path: pack(g, lead=int(path.startswith("layers"))) for path, g in tree.items()}
+  )(params_lib.flatten(exact))
   for path, g in params_lib.flatten(exact).items():
     e4m3, bf16 = (params_lib.flatten(t)[path] for t in (coarse, half))
     if path.endswith("norm"):
       np.testing.assert_allclose(e4m3, g, rtol=1e-5, atol=1e-9)
       continue
-    quant = storage.GRADIENTS["e4m3"]  # the largest at E4M3's second largest number
-    want = quantized_tensor.pack(
-      g, quant, lead=int(path.startswith("layers")), autoscale=np.float32(416 / 448)
-    )
+    want = packed[path]
     assert np.mean(np.asarray(e4m3.data) == np.asarray(want.data)) > 0.999
     np.testing.assert_allclose(e4m3.scale, want.scale, rtol=1e-5)
     g, found = np.asarray(g), np.float32(bf16.data)
@@ -227,7 +243,7 @@ def test_sums_of_microbatches_are_right_in_the_mean(rng, name, count, noise):
     assert gradients.saturated([found]) == 0
   parts = parts.astype(np.float64)
   exact = parts.sum(0)
-  gain = np.vdot(found.unpack(), exact) / np.vdot(exact, exact)
+  gain = np.vdot(_unpacked(found), exact) / np.vdot(exact, exact)
   # The variance of a stochastic rounding is at most step^2 / 4, of one to the nearest step^2 / 12,
   # and the same error in each of equal microbatches. The first's grid stands for everyone's.
   grid = 1.0 if autoscale is None else np.abs(parts[0]).max() / quant.format.max / float(autoscale)

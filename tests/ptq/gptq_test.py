@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -29,6 +30,8 @@ INT4, INT2, INT8, E2M1, E4M3 = (
 )
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 N, K, BLOCK, DAMP = 20, 76, 32, 0.01
+_quantized = jax.jit(quantize.quantize, static_argnames="quant")
+_moments = jax.jit(moments.of)
 # How far float32's sums may move a weight, of its row's largest, and a scale, of itself.
 REACH = 5e-6
 # Of all codes, those that may lie within REACH of a boundary: its width over the grid's spacing.
@@ -128,7 +131,7 @@ CASES = [
 @pytest.mark.parametrize(("quant", "order"), CASES, ids=str)
 def test_codes_are_those_of_the_surgeon_but_at_ties(quant, order):
   w, x = _case()
-  made = gptq.quantize(w, moments.of(x), quant, DAMP, BLOCK, order)
+  made = gptq.quantize(w, _moments(x), quant, DAMP, BLOCK, order)
   data = np.asarray(made.data, np.float32)
   rows, columns = (s or e for s, e in zip(quant.tile, w.shape))
   scale = np.asarray(made.scale).repeat(rows, 0)[:N].repeat(columns, 1)[:, :K]
@@ -136,7 +139,7 @@ def test_codes_are_those_of_the_surgeon_but_at_ties(quant, order):
   assert (wrong, off) == (0, 0)
   assert near <= NEAR_TIES * data.size
   # Scales that do not wait for their turn are those of the weight.
-  plain = quantize.quantize(jnp.asarray(w), quant)
+  plain = _quantized(w, quant)
   if quant.tile[1] == 0 or order != "as_is":
     np.testing.assert_array_equal(made.scale, plain.scale)
   assert made.data.dtype == quant.format.dtype
@@ -151,9 +154,9 @@ def test_uncorrelated_inputs_leave_nothing_to_make_up_for():
   """A diagonal gram: the nearest codes, of a dead column and of no live one too."""
   w, x = _case(n=4, k=16)
   quant = Quant(INT4, (1, 16))
-  plain = quantize.quantize(jnp.asarray(w), quant)
+  plain = _quantized(w, quant)
   for diagonal in (np.arange(16.0), np.zeros(16)):
-    of_x = dataclasses.replace(moments.of(x), gram_KK=jnp.diag(jnp.float32(diagonal)))
+    of_x = dataclasses.replace(_moments(x), gram_KK=jnp.diag(jnp.float32(diagonal)))
     made = gptq.quantize(w, of_x, quant)
     np.testing.assert_array_equal(made.data, plain.data)
     np.testing.assert_array_equal(made.scale, plain.scale)
@@ -161,7 +164,7 @@ def test_uncorrelated_inputs_leave_nothing_to_make_up_for():
 
 def test_refusals_say_what_to_do():
   w, x = _case(n=4, k=16)
-  of_x = moments.of(x)
+  of_x = _moments(x)
   for quant, word in (
     (Quant(E4M3, source=Static()), "source=CURRENT"),
     (Quant(E4M3, rounding=Rounding.STOCHASTIC), "rounding='nearest'"),
@@ -189,8 +192,8 @@ def test_loss_is_that_of_qwix(name):
   w, x = write_qwix.case()
   quant = Quant(format, (1, group))
   loss = {}
-  made = gptq.quantize(w, moments.of(x), quant, write_qwix.DAMP)
-  for method, one in (("gptq", made), ("nearest", quantize.quantize(jnp.asarray(w), quant))):
+  made = gptq.quantize(w, _moments(x), quant, write_qwix.DAMP)
+  for method, one in (("gptq", made), ("nearest", _quantized(w, quant))):
     scale = np.float64(one.scale).repeat(group, 1)
     error = np.float64(w) - np.float64(np.asarray(one.data, np.float32)) * scale
     loss[method] = np.sum((np.float64(x) @ error.T) ** 2)

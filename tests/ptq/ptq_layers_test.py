@@ -66,7 +66,7 @@ def test_moments_cost_no_backward_pass():
   batch = text._batches[0]
 
   def dots(jitted):
-    lowered = jitted.lower(of_layer, sites, text._x[0], batch)
+    lowered = jitted.func.lower(of_layer, sites, text._x[0], batch, **jitted.keywords)
     return lowered.compile().as_text().count(" dot(")
 
   # Four inputs of linear layers; the layer's last product and its input's norm are of no use.

@@ -1,15 +1,18 @@
 """Weights that round to given codes: where there are any, and how far they miss elsewhere."""
 
+import jax
 import ml_dtypes
 import numpy as np
 import oracle
 import pytest
 
+from fp8jax.quantization import start_values as start_values_lib
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
-from fp8jax.quantization.start_values import first_level_amax, start_values
+from fp8jax.quantization.start_values import first_level_amax
 from fp8jax.recipe.quant import Quant
 from fp8jax.recipe.served import SERVED
 
+start_values = jax.jit(start_values_lib.start_values, static_argnames="quant")
 _INT4, _MX4, _NV4 = (SERVED[n].fwd.rhs for n in ("w4a16_g64", "mxfp4a16", "nvfp4a16"))
 _GRID = {"int4": np.arange(-7.0, 8), "e2m1": np.array([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1,
                                                        1.5, 2, 3, 4, 6])}  # fmt: skip
