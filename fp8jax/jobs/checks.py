@@ -206,8 +206,14 @@ def accuracy_problems(spec: TrainSpec) -> list[str]:
   """The problems of policies that ask tasks in training, in words."""
   if not policy.asks_tasks(spec.precision.policy):
     return []
+  texts = catalog.problems(spec.of(Tasks)) + generator_problems(spec)
+  return [f"precision.policy, metric='accuracy': {text}" for text in texts]
+
+
+def generator_problems(spec: TrainSpec) -> list[str]:
+  """The problems of a generator in training, in words."""
   collected, g = ConfigErrors(), spec.of(Generate)
-  collected.extend(catalog.problems(spec.of(Tasks)) + api.problems_of(spec.model, spec.run))
+  collected.extend(api.problems_of(spec.model, spec.run))
   longest = spec.model.max_positions
   collected.check(
     0 <= g.max_length <= longest,
@@ -217,4 +223,4 @@ def accuracy_problems(spec: TrainSpec) -> list[str]:
   collected.attempt(
     lambda: api.end_ids("", spec.data.tokenizer, g.stop_tokens), "generate.stop_tokens"
   )
-  return [f"precision.policy, metric='accuracy': {text}" for text in collected.found]
+  return collected.found

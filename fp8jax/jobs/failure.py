@@ -28,7 +28,7 @@ def report(
   now.batches.iterator.set_state(taken.position)  # it may be a batch further
   saver.save(step, state)
   saver.checkpoints.wait()
-  batch = now.batches.spread.place(taken.host)
+  batch = now.place(taken.host)
   phase, teacher = spec.phase(max(step - 1, 0)), now.policies.teacher
   sites = nonfinite.report(spec, state.params, batch, phase, teacher)
   provenance_lib.write_json(workdir, "nonfinite/report.json", {"step": step, **values, **sites})

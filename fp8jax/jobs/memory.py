@@ -35,7 +35,7 @@ def run(
   out.print(f"compiling the step for {topology or devices[0].device_kind}")
   compiled, summary = memory.compiled(spec, aot.lower(spec, devices))
   rows += compiled
-  if spec.of(RL).tasks:
+  if (own := spec.sections.get(RL)) and own.tasks:
     rollout = _of_rollout(spec, aot.parse(topology)[0] if topology else "")
     rows += rollout
     parts = {row.kind: row.declared or 0 for row in rollout}

@@ -23,6 +23,7 @@ from fp8jax.generation.completion import LENGTH
 from fp8jax.generation.settings import Generate
 from fp8jax.jobs import evaluate_tasks, rl_reward, run_state, start, train
 from fp8jax.jobs import generator as generator_lib
+from fp8jax.kernels import choose
 from fp8jax.models import lora, transformer
 from fp8jax.ops import policy_gradient
 from fp8jax.rl import pairs, reward, reward_model, rollout
@@ -104,6 +105,7 @@ class RLState(run_state.RunState):
       reference: parameters of the reference, as a teacher's (step/distillation.py); None without.
     """
     super().__init__(policies, table, batches, *args, **options)
+    self._questions: Any = batches
     self._own, self._folder = self.spec.of(RL), os.path.join(workdir, rollout.FOLDER)
     self._workdir, self._judge, self._reference = workdir, judge, reference
     self._update: tuple[int, list[dict[str, np.ndarray]]] = (-1, [])
@@ -122,11 +124,11 @@ class RLState(run_state.RunState):
       self._update = cycle, self._saved(path) if part else self._drawn(state, step, cycle, path)
     return self._update[1][part], step
 
-  def enter(self, state, step: int, batch):
-    return super().enter(state, step, self._with_policy(batch))
+  def place(self, host):
+    return self._with_policy(super().place(host))
 
   def take_step(self, state, batch, is_loud: bool):
-    state, values = super().take_step(state, self._with_policy(batch), is_loud)
+    state, values = super().take_step(state, batch, is_loud)
     return state, {**values, **self._values}
 
   def _with_policy(self, batch):
@@ -138,6 +140,12 @@ class RLState(run_state.RunState):
     return {**batch, "policy": of_policy}
 
   def _saved(self, path: str) -> list[dict[str, np.ndarray]]:
+    if not os.path.exists(f"{path}.npz"):
+      raise UserError(
+        f"{path}.npz is missing, of which a rollout's next step learns; copy {rollout.FOLDER}/ of "
+        "the run that is continued to this workdir, or start from a checkpoint at a multiple of "
+        f"rl.updates_per_rollout={self._own.updates_per_rollout} steps"
+      )
     with np.load(f"{path}.npz") as stored:
       count = self._own.updates_per_rollout
       return [
@@ -153,7 +161,10 @@ class RLState(run_state.RunState):
       own.rules, sampling=dataclasses.replace(own.rules.sampling, seed=seed)
     )
     phase = spec.phase(step)
-    sites = evaluator.sites_of(spec, None, state.scaling_states, phase)
+    states = state.scaling_states
+    if not step and self.calibration:  # the first step has not begun yet
+      states = self.calibration[self.policies.configured.phase(step)]
+    sites = evaluator.sites_of(spec, None, states, phase)
     drawing = sites
     if own.rollout:
       drawing = evaluator.sites_of(spec.with_recipe(own.rollout), None, {})
@@ -163,38 +174,36 @@ class RLState(run_state.RunState):
       self._generator.take(state.params, drawing)
     begun = time.perf_counter()
     generate = self._generator.generate
-    groups, dropped = rollout.collect(self.batches, generate, self._judge, rules, own.objective)
+    groups, all_ = rollout.collect(self._questions, generate, self._judge, rules, own.objective)
     seconds = time.perf_counter() - begun
     self._generator.release()
-    each = own.prompts // own.updates_per_rollout
     size = rules, own.objective, spec.global_batch, spec.data.seq_len
     parts = []
-    for n in range(0, own.prompts, each):
+    for n in range(own.updates_per_rollout):
+      some = groups[n :: own.updates_per_rollout]
       if own.objective.beta:
-        parts.append(
-          pairs.laid_out(
-            pairs.of_groups(groups[n : n + each]), spec.data.seq_len, spec.global_batch
-          )
-        )
+        made = pairs.of_groups(some)
+        parts.append(pairs.laid_out(made, spec.data.seq_len, spec.global_batch))
       else:
-        parts.append(rollout.laid_out(groups[n : n + each], *size))
+        parts.append(rollout.laid_out(some, *size))
         parts[-1]["old_BL"] = _logp(spec, own.temperature, state.params, sites, parts[-1])
       if self._reference is not None:
         parts[-1]["reference_BL"] = self._referred(state, sites, parts[-1])
     self._keep(path, parts, groups)
-    self._say(cycle, groups, dropped, seconds)
+    self._say(cycle, all_, len(groups), seconds)
     return parts
 
   def _referred(self, state, sites, part) -> np.ndarray:
-    """float32 [B, L] log-probabilities of the reference; a microbatch's rows exist at a time."""
+    """float32 [B, L] log-probabilities of the reference."""
     frozen = distillation.of_student(self._reference, state.params)
-    rows, step = len(part["tokens_BL"]), self.spec.microbatch
-    some = ({k: x[n : n + step] for k, x in part.items()} for n in range(0, rows, step))
-    how = self.spec, self._own.temperature, frozen, sites
-    return np.concatenate([_logp(*how, x, is_base=True) for x in some])
+    return _logp(self.spec, self._own.temperature, frozen, sites, part, is_base=True)
 
-  def _say(self, cycle: int, groups: list[rollout.Group], dropped: int, seconds: float):
-    """Prints what a rollout brought, and keeps it for the metrics of the next step."""
+  def _say(self, cycle: int, groups: list[rollout.Group], kept: int, seconds: float):
+    """Prints what a rollout brought, and keeps it for the metrics of the next step.
+
+    Args:
+      groups: all that were drawn; `kept` of them are learned from.
+    """
     rewards = np.array([g.rewards for g in groups])
     completions = [c for g in groups for c in g.completions]
     tokens = sum(len(c.tokens) for c in completions)
@@ -206,20 +215,22 @@ class RLState(run_state.RunState):
       "rl/reward": of.estimate, "rl/reward_low": of.low, "rl/reward_high": of.high,
       "rl/length": tokens / len(completions), "rl/entropy": float(-logp.mean()),
       "rl/cut": float(np.mean([c.finish_reason == LENGTH for c in completions])),
-      "rl/equal_groups": float(dropped), "rl/rollout_tokens_per_second": tokens / seconds,
+      "rl/groups": float(kept), "rl/equal_groups": float(sum(g.is_equal for g in groups)),
+      "rl/rollout_tokens_per_second": tokens / seconds,
     }  # fmt: skip
     self._out.print(
       f"rollout {cycle}: reward {of.estimate:.3f} [{of.low:.3f}, {of.high:.3f}] of {len(groups)} "
-      f"questions x {self._own.samples}, {tokens / len(completions):.1f} tokens each, "
-      f"{tokens / seconds:,.0f} tokens/s"
+      f"questions x {self._own.samples}, {kept} of them to learn from; "
+      f"{tokens / len(completions):.1f} tokens each, {tokens / seconds:,.0f} tokens/s"
     )
 
   def _keep(self, path: str, parts, groups: list[rollout.Group]):
     """Writes a rollout's arrays, from which a run goes on within it, and its texts to read."""
     records.make_folder(self._folder, "--workdir")
     flat = {f"{n}/{k}": x for n, part in enumerate(parts) for k, x in part.items()}
-    with records.replacing(f"{path}.npz") as part, open(part, "wb") as f:
-      np.savez_compressed(f, **flat)
+    if len(parts) > 1:
+      with records.replacing(f"{path}.npz") as part, open(part, "wb") as f:
+        np.savez_compressed(f, **flat)
     with records.replacing(f"{path}.jsonl") as part, open(part, "w") as f:
       f.writelines(records.to_json(rollout.as_row(group), None) + "\n" for group in groups)
     if self._own.objective.keeps_best:
@@ -244,7 +255,7 @@ class PairState(RLState):
 
 
 def _logp(spec: TrainSpec, t: float, params, sites, part, is_base: bool = False) -> np.ndarray:
-  """float32 [B, L] log-probabilities of a batch's targets at a temperature.
+  """float32 [B, L] log-probabilities of a batch's targets at a temperature, a microbatch at a time.
 
   Args:
     params: also of the reference.
@@ -252,11 +263,14 @@ def _logp(spec: TrainSpec, t: float, params, sites, part, is_base: bool = False)
   """
   cfg, run = lora.without(spec.model) if is_base else spec.model, spec.run
   names = ("tokens_BL", "targets_BL", "positions_BL", "segments_BL")
-  batch = {n: jax.device_put(part[n], run.layout.act_sharding("BL")) for n in names}
-  return np.asarray(_score(params, sites, batch, cfg=cfg, run=run, t=t))
+  score, made = choose.program(_score, spec.device, ("cfg", "run", "t")), []
+  for n in range(0, len(part["tokens_BL"]), spec.microbatch):
+    rows = slice(n, n + spec.microbatch)
+    batch = {k: jax.device_put(part[k][rows], run.layout.act_sharding("BL")) for k in names}
+    made.append(np.asarray(score(params, sites, batch, cfg=cfg, run=run, t=t)))
+  return np.concatenate(made)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "run", "t"))
 def _score(params, sites, batch, *, cfg, run, t):
   h_BLD = transformer.hidden(params, sites, batch, cfg, run)
   of_head = (params, sites, batch["targets_BL"])
@@ -292,7 +306,9 @@ def _of_questions(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
   elif own.reward_model:
     judge = of_model = reward_model.RewardModel(own.reward_model, spec)
     contents["rl.reward_model"] = of_model.fingerprint
-  text = "|".join(f"{q.task.fingerprint} {q.item.name}" for q in found)
+  g = spec.of(Generate)
+  text = "|".join(f"{q.task.fingerprint} {q.item.name} {q.prompt}" for q in found)
+  text += repr((g.cache_format, g.max_length, g.stop_tokens))
   fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
   open_ = lambda spec: Questions(spec, found)  # noqa: E731
   return train.Feed(fingerprint, open_, contents, asks=True), judge

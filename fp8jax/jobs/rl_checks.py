@@ -9,6 +9,7 @@ from fp8jax.jobs import checks, rl_reward
 from fp8jax.models import lora
 from fp8jax.models.hf import same_model
 from fp8jax.phases import policy
+from fp8jax.recipe import rules
 from fp8jax.rl import reward_model
 from fp8jax.rl.settings import REWARD, RL
 from fp8jax.step.train_spec import TrainSpec
@@ -30,6 +31,15 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
     texts.append(
       f"rl.clip_low={rule.clip_low} must be from 0 to 1, rl.clip_high={rule.clip_high} 0 or "
       "positive"
+    )
+  if spec.distill.weight:
+    texts.append(
+      f"distill.weight={spec.distill.weight} with --job=rl, whose loss has no teacher; set it to 0"
+    )
+  if spec.model.unit_scaling is not None and spec.flat["model.unit_scaling"] != "none":
+    texts.append(
+      f"model.unit_scaling={spec.flat['model.unit_scaling']!r} with --job=rl: its factors are of "
+      "tokens that weigh 1 each; set model.unit_scaling='none'"
     )
   if spec.model.reward_head:
     texts.append(f"rl.loss={own.loss!r} with a reward head, which draws no text; set 'reward'")
@@ -57,7 +67,15 @@ def _pairs_problems(spec: TrainSpec) -> list[str]:
 
 
 def _rollout_problems(spec: TrainSpec) -> list[str]:
-  own, g, texts = spec.of(RL), spec.of(Generate), []
+  own, g, texts = spec.of(RL), spec.of(Generate), checks.generator_problems(spec)
+  named = {name for phase in spec.precision.phases for _, name in phase.rules}
+  late = sorted(name for name in named if rules.recipe_by_name(name).is_stateful)
+  if spec.run.is_invariant and late and not spec.calibration:
+    texts.append(
+      f"precision.invariant=True with recipe {late[0]!r}: the first rollout comes before any step, "
+      "and scales chosen from its batches are of many tokens; set precision.calibration, which "
+      "--job=calibrate writes"
+    )
   if own.rollout:
     texts += checks.recipe_problems(spec, "rl.rollout", (own.rollout,))
   if own.reward_model:

@@ -69,6 +69,10 @@ class RunState:
     del state
     return self.policies.next_batch(self.batches.iterator, step)
 
+  def place(self, host):
+    """A host's batch on the devices, as the step takes it."""
+    return self.batches.spread.place(host)
+
   def enter(self, state: State, step: int, batch) -> State:
     """The state with which the phase of a step begins; sets the sites to train in.
 

@@ -144,7 +144,7 @@ def _loop(
 ):  # fmt: skip
   """(state, steps taken, metrics of the last one)."""
   spec, batches, clock = now.policies.configured, now.batches, reports.clock
-  place, pending, last = batches.spread.place, None, {}
+  place, pending, last = now.place, None, {}
 
   def settle():
     """Reads the metrics of the step before: by now the next one is under way."""

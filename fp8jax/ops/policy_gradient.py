@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_MOST = 80.0  # nats; exp of it is a float32
 # Averages over the tokens of an update.
 SEQUENCE, TOKEN, CONSTANT = "sequence", "token", "constant"
 
@@ -147,7 +148,7 @@ def of_tokens(policy: Policy, logp_BL, weights_BL) -> Terms:
     sums = {"count": is_drawn_BL.sum(dtype=jnp.float32)}
     return Terms(-jnp.sum(weights_BL * jnp.where(is_drawn_BL, logp_BL, 0)), weights_BL, sums)
   log_ratio_BL = jnp.where(is_drawn_BL, logp_BL - policy.old_BL, 0.0)
-  ratio_BL = jnp.exp(log_ratio_BL)
+  ratio_BL = jnp.exp(jnp.minimum(log_ratio_BL, _MOST))  # infinite times an advantage of 0 is NaN
   bounded_BL = jnp.clip(ratio_BL, 1 - rule.clip_low, 1 + rule.clip_high)
   is_clipped_BL = bounded_BL * a_BL < ratio_BL * a_BL
   gap_BL = jnp.where(is_drawn_BL, policy.old_BL - policy.rollout_BL, 0.0)

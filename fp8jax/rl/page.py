@@ -17,7 +17,8 @@ _DRAWN = (
   ("rl/length", "tokens of a completion", "~s"),
   ("rl/entropy", "entropy of the policy, nats per token (estimate: -log p of what it drew)", "~s"),
   ("rl/cut", "share of completions cut at rl.max_new_tokens", ".0%"),
-  ("rl/equal_groups", "groups of equal rewards that made way", "~s"),
+  ("rl/groups", "groups that a rollout is learned from", "~s"),
+  ("rl/equal_groups", "drawn groups of equal rewards", "~s"),
   ("rl/accuracy", "share of pairs in which the preferred answer is ahead", ".0%"),
   ("rl/margin", "reward of the preferred answer over the other's", "~s"),
   ("rl/clipped", "share of tokens that are clipped", ".1%"),
@@ -38,8 +39,9 @@ def of_run(run: RunFiles) -> list[Section]:
   for name, title, digits in _DRAWN:
     drawn[name.replace("/", "_")] = charts.metric(run, name, title, digits=digits)
   note = (
-    "A reward is of training's questions, drawn at rl.temperature; its interval is over the "
-    "questions of one rollout. Held-out questions are in the section Loss."
+    "A reward is of all questions that were drawn, at rl.temperature, less the penalty of "
+    "rl.overlong; its interval is over the questions of one rollout. Held-out questions are in the "
+    "section Loss."
   ) * ("rl/reward" in run.curves)
   return [Section("Reinforcement learning", note, charts.specs(**drawn)), *_samples(run.workdir)]
 

@@ -46,7 +46,7 @@ class OfFunction:
         members: dict[str, Any] = runpy.run_path(path)
       else:
         module = importlib.import_module(place)
-        path, members = module.__file__ or "", vars(module)
+        path, members = getattr(module, "__file__", "") or "", vars(module)
     except Exception as e:  # whatever the user's file raises
       raise UserError(
         f"rl.reward={name!r}: {place} cannot be run: {type(e).__name__}: {one_line(e)}; {FORM}"

@@ -42,15 +42,16 @@ Judge = Callable[[Sequence[Answer]], Sequence[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The completions of a question and their rewards."""
+  """The completions of a question and their rewards.
+
+  Attributes:
+    is_equal: whether all were judged alike, before the penalty of their lengths.
+  """
 
   question: Question
   completions: tuple[Completion, ...]
   rewards: tuple[float, ...]
-
-  @property
-  def is_equal(self) -> bool:
-    return min(self.rewards) == max(self.rewards)
+  is_equal: bool = False
 
 
 def _penalty(completion: Completion, rules: Rules) -> float:
@@ -65,8 +66,8 @@ def _penalty(completion: Completion, rules: Rules) -> float:
 def collect(
   questions: Iterator[Question], generate: Callable[..., Sequence[Sequence[Completion]]],
   judge: Judge, rules: Rules, objective: Objective,
-) -> tuple[list[Group], int]:  # fmt: skip
-  """(P groups, or as many as `rounds` left; groups of equal rewards that made way).
+) -> tuple[list[Group], list[Group]]:  # fmt: skip
+  """(P groups, or as many as `rounds` left; all that were drawn).
 
   Args:
     questions: without end.
@@ -74,36 +75,39 @@ def collect(
     judge: of the rewards, from which the penalty of `Rules.overlong` is taken.
 
   Raises:
-    UserError: all groups had equal rewards, from which nothing can be learned; logits were not
-      finite; of the judge.
+    UserError: groups of unequal rewards, from which alone something can be learned, are fewer than
+      `Rules.updates`; logits were not finite; of the judge.
   """
-  kept, dropped = [], 0
-  for _ in range(rules.rounds):
+  kept, all_ = [], []
+  for number in range(rules.rounds):
+    # A question that comes again is answered anew.
+    seed = rules.sampling.seed + number
+    sampling = dataclasses.replace(rules.sampling, seed=seed)
     asked = [next(questions) for _ in range(rules.prompts - len(kept))]
-    drawn = generate([q.prompt for q in asked], rules.sampling, rules.samples)
+    drawn = generate([q.prompt for q in asked], sampling, rules.samples)
     answers = [(q, c) for q, completions in zip(asked, drawn, strict=True) for c in completions]
     if bad := sum(c.finish_reason == ERROR for _, c in answers):
       raise UserError(f"{bad} of {len(answers)} completions ended at logits that are not finite; "
                       f"{api.NOT_FINITE}")  # fmt: skip
-    penalties = [_penalty(c, rules) for _, c in answers]
-    paid = [r - p for r, p in zip(judge(answers), penalties, strict=True)]
+    judged = list(judge(answers))
+    paid = [r - _penalty(c, rules) for r, (_, c) in zip(judged, answers, strict=True)]
     for i, (question, completions) in enumerate(zip(asked, drawn, strict=True)):
       own = slice(i * rules.samples, (i + 1) * rules.samples)
-      group = Group(question, tuple(completions), tuple(paid[own]))
-      if objective.drops_equal and group.is_equal:
-        dropped += 1
-      else:
-        kept.append(group)
+      is_equal = min(judged[own]) == max(judged[own])
+      all_.append(Group(question, tuple(completions), tuple(paid[own]), is_equal))
+      if not (objective.drops_equal and is_equal):
+        kept.append(all_[-1])
     if len(kept) == rules.prompts or not objective.drops_equal:
-      return kept, dropped
-  if not kept:
+      break
+  if len(kept) < rules.updates:
     raise UserError(
-      f"none of {dropped} groups of {rules.samples} completions has unequal rewards after "
-      f"rl.max_resampling={rules.rounds - 1} more rounds: the policy learns nothing from questions "
-      "that it always or never answers; take easier or harder ones, a higher rl.temperature, more "
-      "rl.samples, or rl.loss='grpo', which keeps such groups"
+      f"{len(kept)} of {len(all_)} groups of {rules.samples} completions have unequal rewards "
+      f"after rl.max_resampling={rules.rounds - 1} more rounds, expected {rules.updates} at least "
+      "(rl.updates_per_rollout): the policy learns nothing from questions that it always or never "
+      "answers; take easier or harder ones, a higher rl.temperature, more rl.samples, or "
+      "rl.loss='grpo', which keeps such groups"
     )
-  return kept, dropped
+  return kept, all_
 
 
 class Sample(TypedDict):

@@ -16,6 +16,7 @@ class Rules:
     samples: J.
     sampling: of the tokens; its temperature divides the logits of training too.
     rounds: of questions, where groups of equal rewards make way for others.
+    updates: steps that share the groups.
     overlong: last tokens of a completion's limit over which a penalty grows from 0 to 1, which a
       completion without an end pays whole (DAPO, arXiv:2503.14476 §3.4); 0 for none.
   """
@@ -25,6 +26,7 @@ class Rules:
   sampling: Sampling
   rounds: int = 1
   overlong: int = 0
+  updates: int = 1
 
 
 REWARD = "reward"  # rl.loss of a reward head
@@ -43,7 +45,7 @@ class RL:
     "eval.tasks asks are left out.")
   questions: int = key(0, "per task, the first; 0: all, and 200 of a family", least=0)
   loss: str = key("grpo", 'Policy gradient: "grpo" (arXiv:2402.03300), "dapo" (arXiv:2503.14476: '
-    "clip-higher, groups of equal rewards resampled, one mean over all tokens of the update), "
+    "clip-higher, groups of equal rewards resampled, one mean over all tokens of a step), "
     '"dr_grpo" (arXiv:2503.20783: no deviation, no length). "rejection": cross entropy of the '
     "completions of a group's highest reward, where it is positive (STaR, RAFT); WORKDIR/kept has "
     'them as conversations that data.sources reads. "dpo" (arXiv:2305.18290): of `pairs`, or of '
@@ -103,7 +105,8 @@ class RL:
     """How an update is drawn; `seed` of the sampling is each rollout's own."""
     sampling = Sampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
     return Rules(
-      self.prompts, self.samples, sampling, 1 + self.max_resampling, self.overlong
+      self.prompts, self.samples, sampling, 1 + self.max_resampling, self.overlong,
+      self.updates_per_rollout,
     )
 
 

@@ -276,7 +276,8 @@ def test_a_folder_that_gives_no_rewards_is_refused_by_name(files, tmp_path):
     reward_model.problems(str(tmp_path / "scores"), spec)
   )
   with pytest.raises(ValueError, match="no_such/config.json"):
-    changes = {"rl.loss": "grpo", "model.reward_head": None, "rl.reward_model": "no_such"}
+    changes = {"rl.loss": "dapo", "rl.pairs": "", "model.reward_head": None,
+               "rl.reward_model": "no_such"}  # fmt: skip
     debug_runs.spec(config(files, **changes), "rl")
 
 

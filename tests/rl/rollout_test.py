@@ -39,11 +39,11 @@ def drawn(texts):
 
 def test_an_update_is_laid_out_as_written_by_hand():
   questions = iter([question("a", "4", [1, 2, 3]), question("b", "5", [4, 5])])
-  groups, dropped = rollout.collect(
+  groups, all_ = rollout.collect(
     questions, drawn({1: ["4", "no"], 4: ["5", "5"]}), reward.of_verifiers, RULES,
     OBJECTIVES["dr_grpo"],
   )  # fmt: skip
-  assert dropped == 0 and [g.rewards for g in groups] == [(1.0, 0.0), (1.0, 1.0)]
+  assert all_ == groups and [g.rewards for g in groups] == [(1.0, 0.0), (1.0, 1.0)]
   batch = rollout.laid_out(groups, RULES, OBJECTIVES["dr_grpo"], 5, 6)
   assert batch["tokens_BL"].tolist()[:2] == [[1, 2, 3, 0, 0, 0], [1, 2, 3, 7, 0, 0]]
   assert batch["targets_BL"].tolist()[:2] == [[2, 3, 7, 0, 0, 0], [2, 3, 7, 8, 0, 0]]
@@ -60,9 +60,12 @@ def test_groups_of_equal_rewards_make_way_and_all_equal_is_an_error():
   questions = lambda: (question(str(n), "4", [n]) for n in range(99))  # noqa: E731
   rules, judge = Rules(2, 2, RULES.sampling, rounds=3), reward.of_verifiers
   texts = {n: ["4", "no" if n in (2, 4, 5) else "4"] for n in range(99)}
-  groups, dropped = rollout.collect(questions(), drawn(texts), judge, rules, OBJECTIVES["dapo"])
-  assert [g.question.item.name for g in groups] == ["2", "4"] and dropped == 3
-  with pytest.raises(UserError, match="none of 6 groups of 2 completions has unequal rewards"):
+  seeds, answer = [], drawn(texts)
+  remembering = lambda p, sampling, n: seeds.append(sampling.seed) or answer(p, sampling, n)  # noqa: E731
+  groups, all_ = rollout.collect(questions(), remembering, judge, rules, OBJECTIVES["dapo"])
+  assert [g.question.item.name for g in groups] == ["2", "4"] and len(all_) == 5
+  assert len(set(seeds)) == len(seeds) > 1  # a question that comes again has other answers
+  with pytest.raises(UserError, match="0 of 6 groups of 2 completions have unequal rewards"):
     same = drawn({n: ["4"] * 2 for n in range(9)})
     rollout.collect(questions(), same, judge, rules, OBJECTIVES["dapo"])
 
@@ -94,7 +97,7 @@ def test_right_answers_are_conversations_that_fine_tuning_reads(tmp_path):
   ended, cut = completion("4", [7]), completion("4", [7, 7], "length")
   groups = [
     rollout.Group(asked, (ended, completion("5", [7]), cut), (1.0, 0.0, 1.0)),
-    rollout.Group(asked, (ended, ended), (0.0, 0.0)),
+    rollout.Group(asked, (ended, ended), (0.0, 0.0), is_equal=True),
   ]
   path = tmp_path / "kept.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rollout.as_chats(groups)))
@@ -114,12 +117,12 @@ def test_rejection_weighs_the_best_alone():
   weights = np.zeros((4, 6), np.float32)
   weights[1, 1:3] = weights[2, 1:4] = 1 / 5
   np.testing.assert_array_equal(batch["weights_BL"], weights)
-  wrong = rollout.Group(asked, group.completions, (0, 0, 0))
+  wrong = rollout.Group(asked, group.completions, (0, 0, 0), is_equal=True)
   assert not rollout.laid_out([wrong], RULES, rule, 4, 6)["weights_BL"].any()
 
 
 def test_pairs_of_groups_are_the_first_best_and_worst():
   answers = tuple(completion("", [3 + n, 9]) for n in range(4))
   group = rollout.Group(question("a", "4", [1, 2]), answers, (0.5, 1.0, 0.0, 1.0))
-  equal = rollout.Group(question("b", "4", [1]), answers[:2], (1.0, 1.0))
+  equal = rollout.Group(question("b", "4", [1]), answers[:2], (1.0, 1.0), is_equal=True)
   assert pairs.of_groups([equal, group]) == [pairs.Pair((1, 2), (4, 9), (5, 9))]
