@@ -2,7 +2,7 @@
 
 what:      rewards on held-out sums before and after 60 steps, and |log p of training - of rollout|
 command:   python experiments/2026_rl/small.py run DIR [ARM ...]   (resumes)
-           python experiments/2026_rl/small.py table DIR           (results.json, table of README)
+           python experiments/2026_rl/small.py table DIR           (small.json, table of README)
 hardware:  two CPU cores, 3 GB
 
 Per seed: random weights learn to write sums of two numbers below 100 ("47+85=132") from examples

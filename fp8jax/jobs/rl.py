@@ -38,17 +38,17 @@ _OF_POLICY = ("advantages", "old", "rollout", "reference")
 class Questions(batch_sharding.Batches):
   """The prompts of rl.tasks in the place of a run's data."""
 
-  def __init__(self, spec: TrainSpec, found: list[rollout.Question]):
+  def __init__(self, spec: TrainSpec, prompts: list[rollout.Question]):
     super().__init__(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
-    self._found = found
-    order = grain.MapDataset.range(len(found)).shuffle(spec.seed % 2**32).repeat()
+    self._prompts = prompts
+    order = grain.MapDataset.range(len(prompts)).shuffle(spec.seed % 2**32).repeat()
     self.iterator = iter(order.to_iter_dataset())
 
   def __iter__(self) -> Iterator[rollout.Question]:
     return self
 
   def __next__(self) -> rollout.Question:
-    return self._found[int(next(self.iterator))]
+    return self._prompts[int(next(self.iterator))]
 
 
 class PairBatches(batch_sharding.Batches):
@@ -297,7 +297,7 @@ def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
 
 
 def _of_questions(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
-  own, found = spec.of(RL), questions(spec)
+  own, prompts = spec.of(RL), questions(spec)
   judge: rollout.Judge = reward.of_verifiers
   contents = {}
   if own.reward:
@@ -307,10 +307,10 @@ def _of_questions(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
     judge = of_model = reward_model.RewardModel(own.reward_model, spec)
     contents["rl.reward_model"] = of_model.fingerprint
   g = spec.of(Generate)
-  text = "|".join(f"{q.task.fingerprint} {q.item.name} {q.prompt}" for q in found)
+  text = "|".join(f"{q.task.fingerprint} {q.item.name} {q.prompt}" for q in prompts)
   text += repr((g.cache_format, g.max_length, g.stop_tokens))
   fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
-  open_ = lambda spec: Questions(spec, found)  # noqa: E731
+  open_ = lambda spec: Questions(spec, prompts)  # noqa: E731
   return train.Feed(fingerprint, open_, contents, asks=True), judge
 
 

@@ -54,8 +54,8 @@ def _samples(workdir: str) -> list[Section]:
   rows: list[Sequence[Any]] = []
   for name in dict.fromkeys((*names[:1], *names[-1:])):
     number = str(int(name.partition(".")[0]))
-    found = records.rows(os.path.join(folder, name), Row, "delete it, the report goes without")
-    for _, group in itertools.islice(found, _GROUPS):
+    groups = records.rows(os.path.join(folder, name), Row, "delete it, the report goes without")
+    for _, group in itertools.islice(groups, _GROUPS):
       ordered = sorted(group["completions"], key=lambda c: c["reward"])
       rows += [_shown(number, group, one) for one in (ordered[-1], ordered[0])]
   if not rows:

@@ -80,7 +80,7 @@ def collect(
   """
   kept, all_ = [], []
   for number in range(rules.rounds):
-    # A question that comes again is answered anew.
+    # A question that comes again has other answers.
     seed = rules.sampling.seed + number
     sampling = dataclasses.replace(rules.sampling, seed=seed)
     asked = [next(questions) for _ in range(rules.prompts - len(kept))]

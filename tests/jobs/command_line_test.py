@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from absl import flags
 
 from configs import base
 from fp8jax.config import identity
@@ -78,6 +79,24 @@ def test_command_line_mistake_is_named(arguments, message, parse, capsys):
     parse(*arguments)
   said = f"{e.value.code}\n{capsys.readouterr().err}"
   assert e.value.code not in (0, None) and message in said
+
+
+@loads_config_file
+def test_a_file_names_its_job_and_the_command_line_overrules_it(parse, tmp_path):
+  path = tmp_path / "c.py"
+  text = (
+    "from configs import base\nJOB = 'rl'\ndef get_config(arm=''):\n  return base.get_config()\n"
+  )
+  path.write_text(text)
+  for arguments, job in (([], "rl"), (["--job=memory"], "memory")):
+    parse(f"--config={path}", *arguments)
+    assert flags.FLAGS["job"].value == job
+  parse(DEBUG)
+  assert flags.FLAGS["job"].value == "train"
+  path.write_text(text.replace("'rl'", "'tarin'"))
+  with pytest.raises(SystemExit) as e:
+    parse(f"--config={path}")
+  assert "c.py: JOB='tarin' is not one of" in f"{e.value.code}"
 
 
 @loads_config_file
