@@ -90,7 +90,7 @@ def test_a_step_learns_from_its_part_and_a_run_goes_on_within_a_rollout(
     gaps = np.abs(part["old"] - part["rollout"])[drawn]
     assert found[2 * cycle + 1]["rl/mismatch"] == pytest.approx(gaps.mean(), abs=1e-8)
   assert found[4]["rl/kl_to_old"] > 1e-9  # of parameters that the update before moved
-  for stop in (1, 2, 3, 4):
+  for stop in (1, 4):
     with monkeypatch.context() as m:
       m.setattr(preemption.Interrupts, "requested", lambda _, step, stop=stop: step >= stop)
       run(tmp_path / "parts", questions)

@@ -32,7 +32,7 @@ def test_every_second_has_one_kind_and_repeated_steps_are_lost():
       raise OSError
     passes(5)
   passes(4)
-  expected = dict(init=7.0, compile=0.0, data_wait=2.0, step=15.0, checkpoint=1.0)
+  expected = dict(init=7.0, compile=0.0, data_wait=2.0, rollout=0.0, step=15.0, checkpoint=1.0)
   assert clock.seconds() == {**expected, "evaluation": 0.0, "lost": 0.0}
   assert goodput.goodput(clock.seconds()) == 15 / 25
   # The process before took 40 s to its checkpoint, and was seen for the last time 8 s later.
