@@ -116,7 +116,7 @@ def test_pairs_of_rollouts_are_the_best_and_the_worst_of_a_group(tmp_path, quest
   assert 0 <= found[1]["rl/reward"] <= 2 and "old" not in parts(tmp_path / "w")[0]
   for n, part in enumerate(parts(tmp_path / "w")):
     drawn = (part["weights"] > 0).sum(1)
-    for i, group in enumerate(groups[2 * n : 2 * n + 2]):
+    for i, group in enumerate(groups[n::2]):
       best, worst = (f(group, key=lambda c: c[0])[1] for f in (max, min))
       assert drawn[2 * i : 2 * i + 2].tolist() == [best, worst]
       start = int((part["weights"][2 * i] > 0).argmax())
@@ -130,7 +130,7 @@ def test_rejection_learns_the_best_and_keeps_them_as_conversations(tmp_path, que
   run(tmp_path / "w", **{**DRAWN, **questions, "rl.loss": "rejection", "global_batch": 6})
   found, groups = rows(tmp_path / "w"), rewards_and_lengths(tmp_path / "w")
   for n, part in enumerate(parts(tmp_path / "w")):
-    right = [r == max(c[0] for c in g) > 0 for g in groups[2 * n : 2 * n + 2] for r, _ in g]
+    right = [r == max(c[0] for c in g) > 0 for g in groups[n::2] for r, _ in g]
     assert ((part["weights"] > 0).any(1) == right).all() and any(right) and not all(right)
     np.testing.assert_allclose(part["weights"].sum(), 1, rtol=1e-6)
     loss = -(part["weights"] * part["old"])[part["weights"] > 0].sum()

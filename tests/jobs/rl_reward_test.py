@@ -187,14 +187,15 @@ def test_completions_are_rewarded_with_their_scores(files, folder, tmp_path):
   )
   c = config(files, **{
     "model.reward_head": None, "rl.loss": "dr_grpo", "rl.tasks": str(tmp_path / "q.jsonl"),
-    "rl.reward_model": str(folder), "rl.prompts": 2, "rl.samples": 8, "rl.max_new_tokens": 6,
+    "rl.reward_model": str(folder), "rl.prompts": 4, "rl.samples": 8, "rl.max_new_tokens": 6,
+    "rl.updates_per_rollout": 2, "rl.pairs": "", "rl.eval_pairs": "",
     "generate.max_length": 16, "generate.slots": 8, "eval.tokens": 0, "steps": 1,
     "precision.compute_dtype": "float32", "optim.warmup_steps": 0, "optim.decay_steps": 0,
   })  # fmt: skip
   code, _, err = debug_runs.run_job("rl", c, tmp_path / "run")
   assert code == 0, err
   with np.load(next((tmp_path / "run" / "rollouts").glob("*.npz"))) as stored:
-    batch = {k.partition("/")[2]: stored[k] for k in stored.files}
+    batch = {k.partition("/")[2]: stored[k] for k in stored.files if k.startswith("0/")}
   ends = [int(np.flatnonzero(row)[-1]) for row in batch["weights_BL"]]
   rows = zip(batch["tokens_BL"], batch["targets_BL"], ends, strict=True)
   rewards = scores_by_hand(folder, [[*t[: end + 1], targets[end]] for t, targets, end in rows])
