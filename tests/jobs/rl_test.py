@@ -15,6 +15,7 @@ from fp8jax.run import preemption
 REWARD = "def third(item, output):\n  return len(output.encode()) % 3 + int(item.answer)\n"
 RL = {
   "rl.max_new_tokens": 5, "rl.prompts": 4, "rl.samples": 2, "rl.updates_per_rollout": 2,
+  "rl.temperature": 0.8, "grad_accum_steps": 2,
   "global_batch": 4, "seq_len": 32, "generate.max_length": 32, "generate.slots": 8,
   "optim.peak_lr": 0.01, "steps": 4, "eval.tokens": 0, "log.tensor_stats_every": 0, "rl.kl": 0.0,
 }  # fmt: skip
@@ -118,7 +119,10 @@ def refused(questions, **changes):
     ({"rl.samples": 1, "global_batch": 2}, "rl.samples=1 must be at least 2"),
     ({"rl.loss": "ppo"}, "rl.loss='ppo' is not one of 'grpo', 'dapo', 'dr_grpo'"),
     ({"global_batch": 8}, "global_batch=8 must be .* = 4: a completion in every row"),
-    ({"rl.prompts": 5, "global_batch": 5}, "rl.prompts=5 must be a multiple of"),
+    (
+      {"rl.prompts": 5, "global_batch": 5, "grad_accum_steps": 1},
+      "rl.prompts=5 must be a multiple of",
+    ),
     ({"rl.temperature": 0.0}, "rl.temperature=0.0 must be positive"),
     ({"generate.max_length": 0}, "generate.max_length=0: the cache of a rollout has one size"),
     ({"generate.top_p": 0.9}, "generate.top_p=0.9, generate.top_k=0: a token's probability"),
