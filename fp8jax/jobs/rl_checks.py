@@ -36,9 +36,9 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
     texts.append(
       f"distill.weight={spec.distill.weight} with --job=rl, whose loss has no teacher; set it to 0"
     )
-  if spec.model.unit_scaling is not None and spec.flat["model.unit_scaling"] != "none":
+  if spec.model.unit_scaling != "none":
     texts.append(
-      f"model.unit_scaling={spec.flat['model.unit_scaling']!r} with --job=rl: its factors are of "
+      f"model.unit_scaling={spec.model.unit_scaling!r} with --job=rl: its factors are of "
       "tokens that weigh 1 each; set model.unit_scaling='none'"
     )
   if spec.model.reward_head:

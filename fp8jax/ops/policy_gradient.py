@@ -106,8 +106,8 @@ class Terms:
 
 
 def advantages(rewards_PJ: np.ndarray, objective: Objective) -> np.ndarray:
-  """float64 [P, J]: rewards beside their group's mean; 0 where all of a group are equal. Where the
-  best are kept, 1 of these and 0 of others.
+  """float64 [P, J]: rewards beside their group's mean; 0 where all of a group are equal. Under
+  `keeps_best` a group's best completions have 1, and its others 0.
 
   The deviation is the sample's (J - 1), plus 1e-6, as in slime and trl.
   """

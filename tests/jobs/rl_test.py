@@ -140,6 +140,19 @@ def refused(questions, **changes):
       {"rl.rollout": "tensor_current", "precision.invariant": True},
       "rl.rollout: precision.invariant=True with recipe 'tensor_current'",
     ),
+    (
+      {"model.unit_scaling": "loss", "optim.grad_clip_norm": 0.0},
+      "model.unit_scaling='loss' with --job=rl",
+    ),
+    ({"distill.weight": 0.5, "init.workdir": "w"}, "distill.weight=0.5 with --job=rl"),
+    (
+      {
+        "precision.rules": ((".*", "tensor_delayed"),),
+        "precision.invariant": True,
+        "memory.remat_policy": "full",
+      },
+      "the first rollout comes before any step",
+    ),
     ({"rl.overlong": 5}, "rl.overlong=5 must be below rl.max_new_tokens=5"),
     (
       {

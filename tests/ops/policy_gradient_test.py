@@ -236,3 +236,12 @@ def test_rejection_keeps_the_best_of_a_group_that_are_right():
     terms = jax.device_get(terms)
   assert terms.loss == 0.25 * 2 + 0.25 * 3 + 0.5 * 6 and terms.sums == {"count": 3}
   np.testing.assert_array_equal(terms.weights_BL, weights)
+
+
+def test_a_ratio_beyond_float32_leaves_no_nan():
+  """Of a completion without advantage 0, of others what is clipped: exp(200) is no float32."""
+  logp, ones = jnp.full((2, 1), -1.0), jnp.ones((2, 1))
+  policy = Policy(jnp.asarray([[0.0], [1.0]]), logp - 200, logp - 200)
+  terms = policy_gradient.of_tokens(policy, logp, ones)
+  assert terms.weights_BL.tolist() == [[0.0], [0.0]]
+  assert float(terms.loss) == pytest.approx(-1.2)
