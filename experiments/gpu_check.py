@@ -1,11 +1,11 @@
 """Every figure of this project that needs a Hopper GPU, from one command and without network.
 
 command: python experiments/gpu_check.py --out DIR [--minutes 9]
-         python experiments/gpu_check.py --out DIR --stages cpt --model FOLDER --batches FILE.npz
          python experiments/gpu_check.py --plan            what runs, in which order, for how long
          python experiments/gpu_check.py --out DIR --dry   the same on a CPU with tiny shapes
-needs:   one Hopper GPU; jax, flax, optax, safetensors and rich as the machine has them. It needs no
-         ml_collections, grain or TFDS. --wheels DIR adds packages from files.
+needs:   one Hopper GPU; jax, flax, optax, safetensors and rich as the machine has them. The stages
+         run and train need the trainer's packages, others no ml_collections, grain or TFDS.
+         --wheels DIR adds packages from files.
 
 It writes DIR/results.jsonl (a line after every measurement), DIR/report.md and one log per family.
 A second call with the same DIR, commit, device and jax continues. gpu_check/plan.py has the stages.

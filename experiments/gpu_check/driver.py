@@ -33,37 +33,25 @@ def arguments(argv=None) -> argparse.Namespace:
   parser.add_argument("--out", type=pathlib.Path, help="folder of results; a second call continues")
   parser.add_argument("--minutes", type=float, default=plan.MINUTES, help="wall clock of the call")
   parser.add_argument("--stages", nargs="+", choices=plan.STAGES, default=[],
-                      help="default: all but cpt, which is a call of its own")  # fmt: skip
+                      help="default: all")  # fmt: skip
   parser.add_argument("--families", nargs="+", default=[], help="only these, see --plan")
   parser.add_argument("--plan", action="store_true", help="print what would run, and end")
   parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU, interpreted")
   parser.add_argument("--wheels", type=pathlib.Path, help="folder of wheels for this call")
-  parser.add_argument("--model", default="", help="cpt: Hugging Face folder; default: random")
-  parser.add_argument("--batches", default="", help="cpt: .npz, see gpu_check/batches.py")
-  parser.add_argument("--steps", type=int, default=200, help="cpt: at most")
-  parser.add_argument("--batch", type=int, default=8, help="cpt: sequences per step")
   flags = parser.parse_args(argv)
   if not flags.out and not flags.plan:
     parser.error("--out DIR is missing: where results go, and where a second call continues")
   if flags.minutes <= 0:
     parser.error(f"--minutes={flags.minutes} must be positive")
-  if "cpt" in flags.stages and not flags.plan and not os.path.exists(flags.batches):
-    parser.error(
-      f"--stages cpt needs --batches FILE.npz, and {flags.batches!r} does not exist; write one "
-      "with: python experiments/gpu_check/batches.py FILE.npz --tokenizer FOLDER"
-    )
   return flags
 
 
 def selected(flags: argparse.Namespace) -> list[plan.Family]:
   """The families of this call, in order. Raises SystemExit for a name that is none."""
-  absolute = lambda path: os.path.abspath(path) if path else ""  # noqa: E731
-  cpt = dict(model=absolute(flags.model), batches=absolute(flags.batches), steps=flags.steps,
-             batch=flags.batch)  # fmt: skip
-  all_of_them = plan.families(flags.dry, cpt)
+  all_of_them = plan.families(flags.dry)
   if unknown := set(flags.families) - {f.name for f in all_of_them}:
     sys.exit(f"--families: {sorted(unknown)} are none of {[f.name for f in all_of_them]}")
-  stages = flags.stages or [s for s in plan.STAGES if s != "cpt"]
+  stages = flags.stages or plan.STAGES
   return [f for f in all_of_them
           if (f.name in flags.families if flags.families else f.stage in stages)]  # fmt: skip
 
@@ -72,7 +60,7 @@ def print_plan(families: list[plan.Family], minutes: float):
   """Stages, families, seconds and lines, in the order in which they run."""
   factor = _available(60 * minutes) / sum(f.wall_seconds for f in families)
   print(f"{minutes:g} minutes; a family's lines run in this order, one subprocess per family,")
-  print(f"{plan.PARALLEL} at a time in the stage correctness. Unused time goes to later families.")
+  print(f"{plan.PARALLEL} at a time in {' and '.join(plan.SIDE_BY_SIDE)}. Unused time goes on.")
   start = 0.0
   for family in families:
     seconds = family.wall_seconds * factor
@@ -103,7 +91,7 @@ def environment(flags: argparse.Namespace, site: str) -> dict[str, str]:
 def memory(family: plan.Family) -> dict[str, str]:
   """JAX's share of the device: what it needs where families or another framework share it, else
   most of it from the start, so that no allocation stands between two kernels that are timed."""
-  is_shared = family.stage in ("correctness", "rivals")
+  is_shared = family.stage in (*plan.SIDE_BY_SIDE, "rivals")
   return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false" if is_shared else "true"}
 
 
@@ -163,11 +151,12 @@ class Call:
     return self.deadline - time.monotonic()
 
   def run(self):
-    """All families, correctness several at a time."""
+    """All families, those of plan.SIDE_BY_SIDE several at a time."""
     left = list(self.families)
     while left:
       stage = left[0].stage
-      group = [f for f in left if f.stage == stage] if stage == "correctness" else left[:1]
+      side_by_side = stage in plan.SIDE_BY_SIDE
+      group = [f for f in left if f.stage == stage] if side_by_side else left[:1]
       left = [f for f in left if f not in group]
       share = self.remaining / sum(f.wall_seconds for f in [*group, *left])
       workers = 1 if self.is_dry else min(plan.PARALLEL, len(group))

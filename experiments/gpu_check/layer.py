@@ -155,9 +155,14 @@ def _by_kernel(compiled, arguments, sites) -> dict[str, Any]:
       with jax.profiler.trace(folder):
         jax.block_until_ready(compiled(*arguments, sites))
       (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-      return of_events(_events(jax.profiler.ProfileData.from_file(path)))
+      return of_trace(path)
   except Exception as e:  # the wall clock remains
     return {"profile_failed": f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"}
+
+
+def of_trace(path: str) -> dict[str, Any]:
+  """of_events of an .xplane.pb."""
+  return of_events(_events(jax.profiler.ProfileData.from_file(path)))
 
 
 def _events(profile) -> list[tuple[str, float, float]]:

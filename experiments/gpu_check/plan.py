@@ -1,7 +1,7 @@
 """What gpu_check runs: stages of families of lines, as values. Nothing here imports jax.
 
 A family is one subprocess. A line is one measurement; its values are arguments of the family's
-module. Families of the stage `correctness` run several at a time, all others alone.
+module. Families of SIDE_BY_SIDE stages run several at a time, all others alone.
 """
 
 import dataclasses
@@ -16,10 +16,11 @@ STAGES = (
   "elementwise",
   "rivals",
   "layer",
-  "cpt",
+  "train",
 )
 MINUTES = 9.0  # that the seconds below add up to
-PARALLEL = 8  # correctness families at one time
+PARALLEL = 8  # families at one time, of stages where no time is measured
+SIDE_BY_SIDE = ("correctness", "run")
 RESERVE = 15.0  # seconds for the report
 
 
@@ -44,7 +45,7 @@ class Family:
   @property
   def wall_seconds(self) -> float:
     """Of the plan's time, families that run side by side divided."""
-    return self.seconds / (PARALLEL if self.stage == "correctness" else 1)
+    return self.seconds / (PARALLEL if self.stage in SIDE_BY_SIDE else 1)
 
 
 # --- shapes --------------------------------------------------------------------------------------
@@ -281,14 +282,38 @@ def _layer(is_dry: bool) -> Family:
   })  # fmt: skip
 
 
-def _runs(is_dry: bool) -> Family:
-  names = ("block_128",) if is_dry else ("block_128", "bf16")
-  return Family("run", "run", "gpu_check.run", 80,
-                {f"run/{recipe}": {"recipe": recipe} for recipe in names})  # fmt: skip
+# Every way to multiply that a Hopper has, and each kernel of ours that a recipe does not choose.
+RUNS = (
+  "block_128", "bf16", "block_128_pow2", "tensor_current", "tensor_delayed", "fp8lm",
+  "e4m3_static", "rowwise",
+)  # fmt: skip
+EIGHT_BIT = (
+  "optim.moment_format=coat", "optim.master_format=bf16_remainder", "optim.grad_format=bf16_sr",
+  "kernels.optimizer=auto", "memory.save_gemm_inputs=quantized",
+)  # fmt: skip
 
 
-def families(is_dry: bool = False, cpt: dict[str, Any] | None = None) -> list[Family]:
-  """Everything, in order. Args: cpt: values of the line of stage `cpt`, see cpt.run."""
+def _runs(is_dry: bool) -> list[Family]:
+  lines = {recipe: {"recipe": recipe} for recipe in (RUNS[:1] if is_dry else RUNS)}
+  if not is_dry:
+    lines["8bit"] = {"recipe": "block_128", "changes": EIGHT_BIT}
+  return [Family(f"run_{name}", "run", "gpu_check.run", 80, {f"run/{name}": values})
+          for name, values in lines.items()]  # fmt: skip
+
+
+def _train(is_dry: bool) -> list[Family]:
+  if is_dry:  # no kernel is interpreted by launch.py
+    return [Family("train", "train", "gpu_check.train", 60, {
+      "train/debug/bf16": {"config": "configs/debug.py:bf16", "steps": 14}
+    })]  # fmt: skip
+  config = "experiments/2026_hopper/config.py:7b"
+  return [Family(f"train_{recipe}", "train", "gpu_check.train", 110, {
+    f"train/7b/{recipe}": {"config": f"{config},{recipe}", "steps": 15}
+  }) for recipe in ("block_128_pow2", "bf16")]  # fmt: skip
+
+
+def families(is_dry: bool = False) -> list[Family]:
+  """Everything, in order."""
   size = 256 if is_dry else 8192
   shape = DRY_SHAPES[0] if is_dry else PARTIAL
   ceilings = {f"ceiling/{kind}": {"kind": kind, "size": size}
@@ -303,9 +328,9 @@ def families(is_dry: bool = False, cpt: dict[str, Any] | None = None) -> list[Fa
     }),
     Family("ceilings", "ceilings", "gpu_check.ceilings", 25, ceilings),
     *_correctness(is_dry),
-    _runs(is_dry),
+    *_runs(is_dry),
     *_speed(is_dry),
     *_rivals(is_dry),
     _layer(is_dry),
-    Family("cpt", "cpt", "gpu_check.cpt", 500, {"cpt/paired": {"is_dry": is_dry, **(cpt or {})}}),
+    *_train(is_dry),
   ]  # fmt: skip

@@ -16,8 +16,8 @@ OF_A_COPY = ("quantize/", "prologue/", "adam/")
 FIELDS = ("tb_per_s", "share_of_copy", "tflops", "share_of_bf16", "ms", "spread_ms", "how",
           "x_bf16", "busy_ms", "launches", "lattice_wrong", "norm_error", "sum_error", "error",
           "setmaxnreg", "registers", "spilled_bytes", "works",
-          "weights", "steps", "training_difference", "training_difference_interval",
-          "forward_difference", "forward_difference_interval")  # fmt: skip
+          "held_out", "held_out_bf16", "step_ms", "tokens_per_second", "mfu", "memory_gib",
+          "fp8_share", "seconds_to_step_1", "steps")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,8 @@ def derived(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
       v["share_of_bf16"] = v["tflops"] / bf16
     if name.startswith("layer/") and "layer/bf16" in values:
       v["x_bf16"] = values["layer/bf16"]["ms"] / v["ms"]
+    if name.startswith("train/") and "train/7b/bf16" in values:
+      v["x_bf16"] = values["train/7b/bf16"]["step_ms"] / v["step_ms"]
   return values
 
 

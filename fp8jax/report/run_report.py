@@ -129,6 +129,7 @@ def _speed(run: RunFiles) -> Section | None:
     mfu=charts.metric(run, "mfu", "MFU, of the dense BF16 peak", digits=".1%"),
     data_wait=charts.metric(run, "data_wait_seconds", "wait for data, ms per step", factor=1e3),
     step_seconds=charts.metric(run, "step_seconds", "step time, s"),
+    memory_peak=charts.metric(run, "memory_peak_gib", "most device memory in use so far, GiB"),
     fp8_share=over_steps if changes else None,
   )
   if not drawn:

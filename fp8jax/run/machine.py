@@ -24,6 +24,12 @@ def driver_version() -> str | None:
   return version if version.replace(".", "").isdigit() else None
 
 
+def compute_capability() -> int:
+  """Of the first NVIDIA GPU, 90 for 9.0; 0 where none is visible. JAX stays away."""
+  words = _nvidia_smi("compute_cap") if visible_gpus() else []
+  return int(words[0].replace(".", "")) if words else 0
+
+
 def visible_gpus() -> list[str]:
   """Indices of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves to this process; JAX stays away."""
   if "CUDA_VISIBLE_DEVICES" in os.environ:

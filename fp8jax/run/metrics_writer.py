@@ -103,7 +103,15 @@ def times(
     shares: of fp8_share.of_phase.
   """
   is_whole = metrics.is_due(step, spec.log.every) or step == spec.steps
-  return {**clock.metrics(is_whole), "data_wait_seconds": waited, **shares}
+  memory = _memory_peak() if is_whole else {}
+  return {**clock.metrics(is_whole), "data_wait_seconds": waited, **shares, **memory}
+
+
+def _memory_peak() -> dict[str, float]:
+  """Of the first own device since the process began; nothing where the allocator does not count."""
+  stats = jax.local_devices()[0].memory_stats() or {}
+  peak = stats.get("peak_bytes_in_use")
+  return {} if peak is None else {"memory_peak_gib": peak / 2**30}
 
 
 def _path(workdir: str) -> str:

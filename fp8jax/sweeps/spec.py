@@ -13,11 +13,14 @@ import runpy
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
+import jax
+
 from fp8jax import hub
 from fp8jax.config import files as config_files
 from fp8jax.config import named, precision, registry, resolve
 from fp8jax.errors import ConfigError, ConfigErrors, UserError, inside
 from fp8jax.kernels import choose
+from fp8jax.run import machine
 
 Point = dict[str, Any]
 
@@ -361,6 +364,12 @@ def check(sweep: Sweep, where: str, here: int | None = 1):
   problems.refuse()
 
 
+def _device() -> choose.Device:
+  """That of a trial. JAX is not asked: this process would take the GPU's memory from the trials."""
+  number = 0 if jax.config.jax_platforms == "cpu" else machine.compute_capability()
+  return choose.Device("gpu", number) if number else choose.current_device()
+
+
 def _check_trial(trial: Trial, here: int | None):
   """Refuses a configuration that launch.py would refuse; elsewhere, whatever its devices."""
   c = named.load(trial.config, trial.changes)
@@ -371,7 +380,7 @@ def _check_trial(trial: Trial, here: int | None):
       precision.read(c)
       return
     hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
-    resolve.resolve(c, here, choose.current_device())
+    resolve.resolve(c, here, _device())
   except (ValueError, OSError) as e:
     said = e.problems if isinstance(e, ConfigError) else [str(e)]
     raise ConfigError([f"{trial.config}: {problem}" for problem in said]) from e
