@@ -2,7 +2,7 @@
 
 what:      arms "7b,RECIPE": all of Qwen2.5-7B as configs/cpt_7b_1gpu.py trains it, from random
            weights, for its speed and its memory. Other arms: SmolLM2-135M continued on the Python
-           manual and the Brown corpus, 256 steps of 8,192 tokens, in
+           manual and the Brown corpus, 128 steps of 8,192 tokens, in
              bf16             the baseline, computed in BF16
              bf16_one_ulp     the null arm: the baseline from weights one float32 ulp larger
              block_128        InfiR2's blocks
@@ -50,9 +50,9 @@ def _continued(arm: str):
     "python_docs": base.source("text", f"{DATA}/python_docs/**/*.txt", weight=0.9),
     "brown": base.source("text", f"{DATA}/brown/*.txt", weight=0.1),
   }
-  c.steps, c.global_batch, c.seq_len = 256, 8, 1024
+  c.steps, c.global_batch, c.seq_len = 128, 8, 1024
   c.optim.schedule = "wsd"
-  c.optim.warmup_steps, c.optim.decay_steps = 32, 32
+  c.optim.warmup_steps, c.optim.decay_steps = 16, 16
   c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5
   if arm == SMALL:
     c.optim.master_format, c.optim.grad_format = "bf16_remainder", "bf16_sr"

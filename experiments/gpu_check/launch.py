@@ -33,6 +33,7 @@ def missing() -> list[str]:
 
 def run(
   context: Context, config: str, flags: Iterable[str] = (), shared: bool = True, steps: int = 0,
+  on_cpu: bool = False,
   and_then: Callable[[pathlib.Path], None] = lambda workdir: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
   """The rows of metrics.jsonl.
@@ -52,6 +53,7 @@ def run(
   with tempfile.TemporaryDirectory(dir=_roomy()) as folder:
     command = [sys.executable, "launch.py", f"--config={config}", f"--workdir={folder}", *flags]
     env = os.environ | ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if shared else {})
+    env |= {"JAX_PLATFORMS": "cpu"} if on_cpu else {}
     log = pathlib.Path(folder) / "log.txt"
     with open(log, "w") as out:
       process = subprocess.Popen(

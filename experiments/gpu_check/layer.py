@@ -191,5 +191,5 @@ def of_events(events) -> dict[str, Any]:
   return {
     "busy_ms": math.fsum(total.values()), "launches": len(events),
     "span_ms": (max(begin + duration for _, begin, duration in events) - start) / 1e6,
-    "kernels_ms": {f"{n} x{count[n]}": round(ms, 3) for n, ms in total.most_common(16)},
+    "kernels_ms": {f"{n} x{count[n]}": round(ms, 3) for n, ms in total.most_common(40)},
   }  # fmt: skip

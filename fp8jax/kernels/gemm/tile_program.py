@@ -371,7 +371,9 @@ class Program:
 
   def store(self, shared: Shared, wg, value, part: int, d, at_m, column):
     columns, buffers = tile_config.epilogue(self.config)
-    per_part = self.config.tile_n // columns
+    # Mosaic forgets where a copy of one swizzled tile begins, if the array has no other beside it:
+    # what lies beyond D's only tile of columns would be stored over that.
+    per_part = min(self.config.tile_n // columns, pl.cdiv(self.of.d.shape[-1], columns))
     for c in range(per_part):
       count = part * per_part + c
       buffer = count % buffers
