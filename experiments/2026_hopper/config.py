@@ -1,7 +1,8 @@
 """InfiR2's continued pre-training (arXiv:2509.22536, section 4) with the kernels of a Hopper GPU.
 
 what:      arms "7b,RECIPE": all of Qwen2.5-7B as configs/cpt_7b_1gpu.py trains it, from random
-           weights, for its speed and its memory. Other arms: SmolLM2-135M continued on the Python
+           weights, for its speed and its memory; "7b_adamw,RECIPE": the same with AdamW in our
+           kernel instead of XLA's. Other arms: SmolLM2-135M continued on the Python
            manual and the Brown corpus, 128 steps of 8,192 tokens, in
              bf16             the baseline, computed in BF16
              bf16_one_ulp     the null arm: the baseline from weights one float32 ulp larger
@@ -24,15 +25,17 @@ ARMS = (BASELINE, NULL, BLOCK, SMALL)
 
 def get_config(arm=BASELINE):
   kind, _, recipe = arm.partition(",")
-  if kind == "7b":
-    return _seven_billion(recipe)
+  if kind in ("7b", "7b_adamw"):
+    return _seven_billion(recipe, "mosaic_sm90" if kind == "7b_adamw" else "xla")
   if arm not in ARMS:
-    raise ValueError(f"unknown arm {arm!r}; expected 7b,RECIPE or one of {', '.join(ARMS)}")
+    expected = ", ".join(("7b,RECIPE", "7b_adamw,RECIPE", *ARMS))
+    raise ValueError(f"unknown arm {arm!r}; expected one of {expected}")
   return _continued(arm)
 
 
-def _seven_billion(recipe: str):
+def _seven_billion(recipe: str, optimizer: str):
   c = cpt_7b_1gpu.get_config(recipe)
+  c.kernels.optimizer = optimizer
   c.init.hf = ""
   c.data.tokenizer, c.data.sources = "bytes", {"main": base.source("pydoc")}
   c.eval.tokens = c.seq_len

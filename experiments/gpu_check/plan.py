@@ -306,10 +306,12 @@ def _train(is_dry: bool) -> list[Family]:
     return [Family("train", "train", "gpu_check.train", 60, {
       "train/debug/bf16": {"config": "configs/debug.py:bf16", "steps": 14}
     })]  # fmt: skip
-  config = "experiments/2026_hopper/config.py:7b"
-  return [Family(f"train_{recipe}", "train", "gpu_check.train", 110, {
-    f"train/7b/{recipe}": {"config": f"{config},{recipe}", "steps": 15}
-  }) for recipe in ("block_128_pow2", "bf16")]  # fmt: skip
+  arms = {"block_128_pow2": "7b,block_128_pow2", "bf16": "7b,bf16",
+          "block_128_pow2_adamw": "7b_adamw,block_128_pow2"}  # fmt: skip
+  config = "experiments/2026_hopper/config.py"
+  return [Family(f"train_{name}", "train", "gpu_check.train", 110, {
+    f"train/7b/{name}": {"config": f"{config}:{arm}", "steps": 15}
+  }) for name, arm in arms.items()]  # fmt: skip
 
 
 def families(is_dry: bool = False) -> list[Family]:
