@@ -1,6 +1,6 @@
 """Every figure of this project that needs a Hopper GPU, from one command and without network.
 
-command: python experiments/gpu_check.py --out DIR [--minutes 9]
+command: python experiments/gpu_check.py --out DIR [--minutes 15]
          python experiments/gpu_check.py --plan            what runs, in which order, for how long
          python experiments/gpu_check.py --out DIR --dry   the same on a CPU with tiny shapes
 needs:   one Hopper GPU; jax, flax, optax, safetensors and rich as the machine has them. The stages

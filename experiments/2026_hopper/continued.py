@@ -9,7 +9,7 @@ windows; with it, every arm trains on the same batches.
 from fp8jax.sweeps.spec import Sweep
 
 SWEEP = Sweep(
-  config="experiments/2026_hopper/config.py",
+  config="experiments/2026_hopper/arms.py",
   arms=("bf16", "bf16_one_ulp", "block_128", "block_128_8bit"),
   seeds=(0, 1, 2, 3),
 )

@@ -1,8 +1,8 @@
 """launch.py itself: the debugging model in one recipe, from start to checkpoint.
 
 Its shapes are small and uneven, 192 wide and with 64 columns of keys, of which the kernels have
-other programs than of a 7B. The oracle is the loss of the same run in bf16 on the machine's CPU: the
-text is that of the machine's Python, of which every version has another.
+other programs than of a 7B. The oracle is the loss of the same run in bf16 on the machine's CPU:
+the text is that of the machine's Python, of which every version has another.
 """
 
 import concurrent.futures
@@ -13,7 +13,7 @@ from gpu_check import launch
 from gpu_check.worker import Context, Wrong
 
 STEPS = 12
-# Held-out nats per token, away from bf16's: on a CPU recipes are within 0.06 of it after STEPS steps
+# Held-out nats per token, away from bf16's: on a CPU recipes are within 0.06 of it after STEPS
 # (jax 0.11.2). A thirteenth step changes it by 0.1.
 BUDGET = 0.15
 

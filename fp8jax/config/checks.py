@@ -50,11 +50,6 @@ def group_problems(c: Any, optim: OptimizerConfig, named: Mapping[str, list[str]
     )
   if used and optim.in_backward:
     problems.append(f"{used} with optim.in_backward=True: layers move one by one; leave one out")
-  if used and c.kernels.optimizer != "xla":
-    problems.append(
-      f"{used} with kernels.optimizer={c.kernels.optimizer!r}: the kernel has one rate and one "
-      "norm for all; set kernels.optimizer='xla'"
-    )
   return problems
 
 

@@ -17,7 +17,7 @@ from fp8jax.kernels import choose as choose_lib
 from fp8jax.kernels.adamw import api as adamw_api
 from fp8jax.kernels.device import Device
 from fp8jax.optim import gradients
-from fp8jax.optim.optimizers import ParamOptimizer
+from fp8jax.optim.optimizers import OptimizerConfig, ParamOptimizer
 from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 from fp8jax.recipe.quant import WHOLE
@@ -26,7 +26,24 @@ from fp8jax.recipe.quant import WHOLE
 CHOICES = ("auto", "xla", "mosaic_sm90")
 
 
-def choose(leaf: ParamOptimizer, master, state, device: Device, wanted: str) -> ParamOptimizer:
+def excluded(optim: OptimizerConfig, level: str) -> str:
+  """The settings of a run that the kernel does not know, in words; "" for none.
+
+  Args:
+    level: of log.param_stats.
+  """
+  keys = [key for key in ("clip_groups", "lr_multipliers", "base_width") if getattr(optim, key)]
+  if keys:
+    used = " and ".join(f"optim.{key}" for key in keys)
+    return f"{used}: the kernel has one rate and one norm for all"
+  if level != "off":
+    return f"log.param_stats={level!r}: the kernel sums over all layers of a matrix"
+  return ""
+
+
+def choose(
+  leaf: ParamOptimizer, master, state, device: Device, wanted: str, why_not: str = ""
+) -> ParamOptimizer:
   """The leaf, its backend chosen, and a note where that is Optax's operations.
 
   Args:
@@ -34,9 +51,12 @@ def choose(leaf: ParamOptimizer, master, state, device: Device, wanted: str) -> 
     master, state: its master and the state of its transformation: shapes, dtypes and shardings.
     device: that will move it.
     wanted: one of CHOICES.
+    why_not: of `excluded`.
   """
   if wanted == "xla" or not leaf.is_large:
     return leaf
+  if why_not:
+    return dataclasses.replace(leaf, note=why_not)
   if leaf.rule is None:
     return dataclasses.replace(
       leaf, note="the kernel computes AdamW alone, without masks, its decay times the rate"

@@ -86,7 +86,4 @@ def problems(c: Any, optim: OptimizerConfig) -> list[str]:
   if level == "groups" and not (optim.clip_groups or optim.lr_multipliers):
     texts.append("has one group without optim.clip_groups and optim.lr_multipliers: its norms are "
                  "grad_norm, update_norm and param_norm; set log.param_stats='params'")  # fmt: skip
-  if c.kernels.optimizer != "xla":
-    texts.append(f"with kernels.optimizer={c.kernels.optimizer!r}: the kernel sums over all layers "
-                 "of a matrix; set kernels.optimizer='xla'")  # fmt: skip
   return [f"log.param_stats={level!r} {problem}" for problem in texts]

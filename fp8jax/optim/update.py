@@ -113,13 +113,14 @@ def placed(tree, param):
   return jax.tree.map(one, tree, is_leaf=is_stored)
 
 
-def with_backends(leaves, params, device, wanted: str):
+def with_backends(leaves, params, device, wanted: str, why_not: str = ""):
   """The tree of leaves, each with the backend of its update.
 
   Args:
     params: shapes and shardings of the float32 parameters.
     device: a kernels.device.Device.
     wanted: one of fused_adamw.CHOICES.
+    why_not: of fused_adamw.excluded.
 
   Raises:
     ValueError: a kernel named by the user cannot update a large parameter; says which and why.
@@ -129,7 +130,7 @@ def with_backends(leaves, params, device, wanted: str):
 
   def one(leaf, param):
     state, master = abstract(leaf, param)
-    return fused_adamw.choose(leaf, master, state, device, wanted)
+    return fused_adamw.choose(leaf, master, state, device, wanted, why_not)
 
   chosen = jax.tree.map(one, leaves, params)
   fused_adamw.check(jax.tree.leaves(chosen), wanted)

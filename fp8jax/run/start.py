@@ -73,8 +73,10 @@ def _backends(spec: TrainSpec) -> str:
     large += leaf.is_large
     if leaf.note:
       passed[leaf.note].append(path)
-  by_xla = [f"; by xla {', '.join(paths)} ({note})" for note, paths in passed.items()]
   updated = large - sum(map(len, passed.values()))
+  if not updated:
+    return f"all updated by xla ({'; '.join(passed)})" if passed else "all updated by xla"
+  by_xla = [f"; by xla {', '.join(paths)} ({note})" for note, paths in passed.items()]
   return f"{updated} of {large} matrices updated by mosaic_sm90{''.join(by_xla)}"
 
 

@@ -11,7 +11,7 @@ from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, lora, transformer
 from fp8jax.models import config as model_config
 from fp8jax.ops import site_tree
-from fp8jax.optim import optimizers, update
+from fp8jax.optim import fused_adamw, optimizers, update
 from fp8jax.phases import schedule
 from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import library
@@ -126,7 +126,8 @@ class TrainSpec:
     params = params_lib.abstract(self.declaration, self.model.dims, self.run.layout)
     if self.optim.in_backward:
       layerwise.check(leaves, params)
-    return update.with_backends(leaves, params, self.device, self.kernels.optimizer)
+    why_not = fused_adamw.excluded(self.optim, self.log.param_stats)
+    return update.with_backends(leaves, params, self.device, self.kernels.optimizer, why_not)
 
   @property
   def num_devices(self) -> int:

@@ -60,6 +60,9 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
     spec = problems.attempt(lambda c=c: resolve.resolve(c, *here)) if c is not None else None
     if spec is None:
       continue
+    # No kernel moves the parameters of several trials at once.
+    kernels = dataclasses.replace(spec.kernels, optimizer="xla")
+    spec = dataclasses.replace(spec, kernels=kernels)
     problems.extend([f"{trial.config}: --vmap: {reason}" for reason in reasons(spec)])
     place = os.path.join(trial.workdir, "checkpoints")
     problems.check(

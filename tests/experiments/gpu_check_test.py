@@ -20,12 +20,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "experiments"))
 
 from gpu_check import (  # noqa: E402
-  batches,
   check_adam,
   check_cast,
   check_gemm,
   check_quantize,
-  cpt,
   driver,
   environment,
   layer,
@@ -37,6 +35,7 @@ from gpu_check import (  # noqa: E402
   report,
   run,
   time_gemm,
+  train,
   worker,
 )
 
@@ -275,13 +274,10 @@ def test_records_survive_a_kill(tmp_path):
   assert records.read(path, KEY | {"commit": "other"}).keys() == {"d"}
 
 
-def test_without_a_gpu_it_says_what_is_missing(monkeypatch, tmp_path, capsys):
+def test_without_a_gpu_it_says_what_is_missing(tmp_path):
   with pytest.raises(SystemExit, match="no GPU.*--dry") as e:
     driver.main(["--out", str(tmp_path)])
   assert e.value.code != 0 and "jax[cuda13]" in str(e.value)
-  with pytest.raises(SystemExit):
-    driver.main(["--out", str(tmp_path), "--stages", "cpt", "--batches", "nowhere.npz"])
-  assert "gpu_check/batches.py" in capsys.readouterr().err
 
 
 # --- the page ------------------------------------------------------------------------------------
@@ -320,11 +316,11 @@ def test_the_plan_fits_its_minutes_and_prints(capsys):
   assert sum(f.wall_seconds for f in families) + plan.RESERVE <= 60 * plan.MINUTES
   assert [f.stage for f in families] == sorted((f.stage for f in families), key=plan.STAGES.index)
   names = [name for f in families for name in f.lines]
-  assert len(names) == len(set(names)) and not any(f.stage == "cpt" for f in families)
+  assert len(names) == len(set(names))
   assert all(len(f.lines) <= 8 or f.name == "gemm_p2" for f in families if f.stage == "gemm")
   assert driver.main(["--plan"]) == 0
   text = capsys.readouterr().out
-  assert all(name in text for name in names) and "525 s  report.md" in text
+  assert all(name in text for name in names) and "885 s  report.md" in text
 
 
 def test_times_are_of_the_kernel_alone():
@@ -359,16 +355,34 @@ def test_the_fate_of_setmaxnreg_is_read(report_of_ptxas, registers, fate):
 # --- models --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss, verdict", [(3.2, ""), (3.3, "on a CPU"), (float("nan"), "on a CPU"),
-                                           (None, "None")])  # fmt: skip
-def test_a_run_is_held_against_the_cpu(loss, verdict):
+@pytest.mark.parametrize("loss, oracle, verdict", [
+  (3.2, 3.055, ""), (3.21, 3.055, "on the CPU 3.055"), (float("nan"), 3.055, "nan, on the CPU"),
+  (None, 3.055, "None"), (3.2, None, "on the CPU None"),
+])  # fmt: skip
+def test_a_run_is_held_against_the_cpu(loss, oracle, verdict):
   first = {"step": 0, "heldout/main/block_128/loss": 5.2, "heldout/main/bf16/loss": 5.2}
   last = {"step": 12, "heldout/main/block_128/loss": loss, "heldout/main/bf16/loss": 3.05}
   if not verdict:
-    assert run.judge([first, last], "block_128")["held_out"] == loss
+    assert run.judge([first, last], "block_128", oracle)["held_out"] == loss
     return
   with pytest.raises(worker.Wrong, match=verdict):
-    run.judge([first, last], "block_128")
+    run.judge([first, last], "block_128", oracle)
+
+
+def test_steps_are_timed_between_those_that_compile_and_the_traced_one():
+  seconds = [100, 2, 1, 1, 1, 1, 3, 5, 4, 1.5, 1, 1]  # of steps 1 to 12; 7 to 9 are the trace's
+  ends = np.cumsum(seconds)
+  row = {"tokens_per_second": 50.0, "step_seconds": 2.0, "mfu": 0.1, "memory_peak_gib": 3.5}
+  rows = [{"step": 0, "heldout/main/loss": 5.0}] + [
+    {"step": n + 1, "loss": 5.0, "elapsed_seconds": float(end), **row} for n, end in enumerate(ends)
+  ]
+  found = train.judge(rows)
+  assert (found["step_ms"], found["spread_ms"], found["steps"]) == (1000.0, 500.0, 6)
+  assert (found["tokens_per_second"], found["mfu"], found["memory_gib"]) == (100.0, 0.2, 3.5)
+  assert found["seconds_to_step_1"] == 100.0
+  rows[-1]["loss"] = "nan"
+  with pytest.raises(worker.Wrong, match="nan"):
+    train.judge(rows)
 
 
 def test_time_between_kernels_is_seen():
@@ -388,31 +402,6 @@ def test_products_that_are_not_fp8_are_refused():
     of("bf16")
 
 
-def test_differences_are_paired():
-  losses = {"bf16": [3.0, 2.0, 1.0, 4.0], "block_128_bf16": [3.0, 2.1, 1.2, 4.3]}
-  found = cpt.differences(losses | {"block_128": [3.5, 2.6, 1.7, 4.8]})
-  np.testing.assert_allclose(found["training_difference"], 0.2)  # all but the first step
-  np.testing.assert_allclose(found["training_difference_interval"], 1.96 * 0.1 / 3**0.5)
-  np.testing.assert_allclose(found["forward_difference"], 0.5)
-  np.testing.assert_allclose(found["forward_difference_interval"], 0, atol=1e-12)
-  rows = np.concatenate(list(cpt._order(7, 3, 4)))
-  assert len(rows) == 12 and all(len(set(rows[i : i + 6])) == 6 for i in (0, 6))
-
-
-def test_batches_go_through_a_file(tmp_path):
-  documents = [np.arange(10), np.arange(10, 25)]
-  windows = batches.cut(documents, 4)
-  np.testing.assert_array_equal(windows, np.arange(25).reshape(5, 5))
-  batches.write(str(tmp_path / "b.npz"), windows, "numbers")
-  read, text = batches.read(str(tmp_path / "b.npz"))
-  np.testing.assert_array_equal(read, windows)
-  assert text == "numbers" and read.dtype == np.int32
-  np.savez(tmp_path / "bad.npz", tokens=np.zeros((2, 3)))
-  for name, error in (("bad.npz", ValueError), ("none.npz", FileNotFoundError)):
-    with pytest.raises(error, match="gpu_check/batches.py"):
-      batches.read(str(tmp_path / name))
-
-
 # --- the whole, dry ------------------------------------------------------------------------------
 
 
@@ -428,7 +417,7 @@ def test_a_layer_and_a_step_are_built_without_absent_packages(tmp_path):
   code = f"""
 import sys, jax; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "experiments")!r}]
 sys.path += {[str(ROOT / "experiments" / "bench" / name) for name in ("", "kernels")]!r}
-from gpu_check import plan, cpt, layer, batches
+from gpu_check import plan, layer
 import importlib
 for family in plan.families():
   importlib.import_module(family.module)
@@ -471,10 +460,7 @@ def test_a_dry_run_checks_reports_and_resumes(tmp_path):
 
 @pytest.mark.slow
 def test_everything_runs_dry(tmp_path):
-  windows = np.random.default_rng(0).integers(0, 200, (16, 65))
-  batches.write(str(tmp_path / "b.npz"), windows, "random tokens")
-  stages = ("--stages", *plan.STAGES, "--batches", str(tmp_path / "b.npz"))
-  status, found, text = _dry(tmp_path, "--minutes", "60", *stages, "--steps", "3", "--batch", "4")
+  status, found, text = _dry(tmp_path, "--minutes", "60")
   assert status == 0, text
   names = {name for family in plan.families(is_dry=True) for name in family.lines}
   assert set(found) == names
@@ -482,8 +468,6 @@ def test_everything_runs_dry(tmp_path):
   wrong = {n: r for n, r in found.items() if r["status"] != "ok" and not n.startswith("rival/")}
   assert not wrong
   assert all(0.02 < e < layer.BUDGET for e in found["layer/block_128"]["values"]["errors"].values())
-  assert found["cpt/paired"]["values"]["weights"] == "random"
-  assert found["cpt/paired"]["values"]["steps"] == 3
 
 
 # --- an H200 that is not there -------------------------------------------------------------------
@@ -535,7 +519,6 @@ def lower_all() -> dict[str, str]:
           found[name] = ""
       except Exception as e:
         found[name] = f"{type(e).__name__}: {e}"[:300]
-  lower(step_of_cpt(hopper))
   return found
 
 
@@ -543,20 +526,6 @@ def programs_device():
   from fp8jax.kernels import choose
 
   return choose.Device("gpu", 90)
-
-
-def step_of_cpt(device) -> programs.Program:
-  """A step of SmolLM2-135M in FP8 as the stage `cpt` takes it."""
-  import optax
-
-  from fp8jax import params
-  from fp8jax.models import presets, transformer
-
-  cfg, optimizer = presets.SMOLLM2_135M, optax.adamw(1e-4)
-  step, _, sites = cpt.build(cfg, (8, 512), "block_128", optimizer, device)
-  weights = params.abstract(transformer.params(cfg), cfg.dims)
-  batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, cpt.make_batch(np.zeros((8, 513), int))))
-  return programs.Program(step, (weights, jax.eval_shape(optimizer.init, weights), sites, batch))
 
 
 @pytest.mark.aot
@@ -572,8 +541,8 @@ def test_every_shape_lowers_for_an_h200():
   without = (
     "environment/",
     "rival/",
-    "cpt/",
     "run/",
+    "train/",
   )  # JAX compiles these elsewhere, or not at all
   lines = {n for f in plan.families() for n in f.lines if not n.startswith(without)}
   assert set(found) == lines

@@ -6,6 +6,7 @@ what, is tests/kernels/mosaic_aot_test.py's matter.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,17 @@ def test_shards_of_b_are_multiples_of_a_tile(rng):
   halves = dataclasses.replace(b, data=b.data.reshape(64, 2, 192).swapaxes(0, 1))
   with pytest.raises(ValueError, match="K=192 each; expected a multiple of 128"):
     mosaic_sm90_lib.matmul(a, halves, out_dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("n, dtype, stores", [
+  (64, jnp.bfloat16, 1), (128, jnp.bfloat16, 2), (192, jnp.bfloat16, 2), (32, jnp.float32, 1),
+])  # fmt: skip
+def test_nothing_is_stored_beyond_the_only_tile_of_columns(rng, n, dtype, stores):
+  """A store there falls on that tile on a GPU: Mosaic drops an axis of one tile with its index."""
+  gemm = library.RECIPES["block_128"].fwd
+  operands = _operands(rng, gemm, 136, n, 256)[2:]
+  text = str(jax.make_jaxpr(functools.partial(mosaic_sm90_lib.matmul, out_dtype=dtype))(*operands))
+  assert len(re.findall(r"copy_smem_to_gmem\b", text)) == stores
 
 
 @pytest.mark.parametrize("producer", ["warpgroup", "inline"])

@@ -131,6 +131,25 @@ def test_what_the_kernel_cannot_take_is_refused_by_name():
   assert _leaf("matrix", (64, 512), along).backend == "mosaic_sm90"
 
 
+def test_auto_leaves_to_xla_what_the_kernel_does_not_do():
+  excluded = {
+    "optim.lr_multipliers: the kernel has one rate": {
+      "optim.lr_multipliers": (("layers/.*", 2.0),),
+    },
+    "log.param_stats='params': the kernel sums over": {
+      "log.param_stats": "params", "log.tensor_stats_every": 10,
+    },
+    "": {},
+  }  # fmt: skip
+  for reason, changes in excluded.items():
+    spec = harness.debug_plan(device=HOPPER, **changes)
+    leaves = [x for x in jax.tree.leaves(spec.leaves) if x.is_large]
+    backend = "xla" if reason else "mosaic_sm90"
+    taken = [x for x in leaves if x.backend == backend]
+    assert len(taken) == len(leaves) if reason else taken
+    assert all(x.note.startswith(reason) for x in leaves if reason)
+
+
 @pytest.mark.slow
 def test_a_train_steps_state_is_that_of_xla(interpreted_on_mesh, monkeypatch):
   """Two steps of a model, the GPU's plan on a CPU: metrics and all that is kept."""

@@ -106,8 +106,8 @@ def test_rates_by_width_are_those_of_the_layers_matrices_and_multiply_others():
   assert set(rates.values()) == {1.0} and len(rates) == 4
   spec = harness.one_layer_spec(**{"optim.base_width": 16})
   assert spec.optim.width == spec.model.hidden_size
-  refused = {"optim.base_width": 16, "kernels.optimizer": "auto"}
-  with pytest.raises(ConfigError, match="optim.base_width with kernels.optimizer"):
+  refused = {"optim.base_width": 16, "kernels.optimizer": "mosaic_sm90"}
+  with pytest.raises(ConfigError, match="mosaic_sm90' cannot move .*optim.base_width: the kernel"):
     harness.one_layer_spec(**refused)
   for changes in ({"optim.weight_decay": 1.0}, {"optim.optimizer": "madam", "optim.b1": 0.9}):
     with pytest.raises(ConfigError, match="optim.decay_by='schedule' (is|with)"):
@@ -138,8 +138,8 @@ def test_patterns_that_decide_nothing_are_refused():
 def test_settings_that_exclude_groups_are_refused_together():
   with pytest.raises(ConfigError) as e:
     harness.one_layer_spec(**{
-      "optim.clip_groups": (("layers/.*/mlp/.*", 1.0),), "kernels.optimizer": "auto",
+      "optim.clip_groups": (("layers/.*/mlp/.*", 1.0),), "optim.in_backward": True,
       "optim.lr_multipliers": (("layers/4/.*", 1.1),),
     })  # fmt: skip
-  for text in ("set optim.grad_clip_norm=0.0", "set kernels.optimizer='xla'", "decides nothing"):
+  for text in ("set optim.grad_clip_norm=0.0", "leave one out", "decides nothing"):
     assert text in str(e.value)

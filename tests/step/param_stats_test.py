@@ -153,7 +153,7 @@ def test_groups_are_the_rules_that_match():
   [
     ({"log.tensor_stats_every": 0}, "set log.tensor_stats_every=100"),
     ({"log.param_stats": "groups"}, "set log.param_stats='params'"),
-    ({"kernels.optimizer": "auto"}, "set kernels.optimizer='xla'"),
+    ({"kernels.optimizer": "mosaic_sm90"}, "log.param_stats='params': the kernel sums over all"),
     ({"log.param_stats": "each"}, "'off', 'groups', 'params'"),
   ],
 )

@@ -1,5 +1,6 @@
 """Sweeps, run with a stand-in for launch.py: what is started, skipped, stopped and tabulated."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,11 +13,12 @@ import pytest
 import run_files
 
 from fp8jax.config import identity, named
-from fp8jax.errors import UserError
+from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import command_line
+from fp8jax.kernels import choose
 from fp8jax.run import metrics_writer
 from fp8jax.run import workdir as workdir_lib
-from fp8jax.sweeps import outcome, plan, run, slurm, spec, table
+from fp8jax.sweeps import outcome, plan, process, run, slurm, spec, table
 
 # A launch.py whose objective is rate + seed / 100. Rates above 1 end as a diverged run does, above
 # 10 the loss grows without end, above 100 nothing is said, and all but the first wait for SIGTERM.
@@ -209,6 +211,41 @@ def test_workdirs_are_named_by_what_differs(folder):
   assert command_line.with_changes("r/{changes}", argv) == "r/bf16-b=2-optim.a=x"
   argv = ["launch.py", "--config.a", "--noconfig.b", "--config.seed=1", "--config.c"]
   assert command_line.with_changes("r/{changes}", argv) == "r/a=True-b=False-c=True-seed=1"
+
+
+@pytest.fixture
+def two_gpus(tmp_path, monkeypatch):
+  """nvidia-smi answers for two Hoppers, and JAX may not be asked for its devices."""
+  answer = 'case "$1" in *index*) printf "0\\n1\\n";; *compute_cap*) printf "9.0\\n9.0\\n";; esac'
+  program = tmp_path / "bin" / "nvidia-smi"
+  program.parent.mkdir()
+  program.write_text(f"#!/bin/sh\n{answer}\n")
+  program.chmod(0o755)
+  monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+  monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+  anywhere = types.SimpleNamespace(config=types.SimpleNamespace(jax_platforms=None))
+  for module in (process, spec):
+    monkeypatch.setattr(module, "jax", anywhere)
+  monkeypatch.setattr(choose.jax, "devices", lambda *_: pytest.fail("JAX takes the GPU's memory"))
+
+
+def test_trials_share_gpus(two_gpus):
+  where = [dict(slot.environment) for slot in process.slots(5)]
+  assert [e["CUDA_VISIBLE_DEVICES"] for e in where] == ["0", "1", "0", "1", "0"]
+  shares = {float(e["XLA_PYTHON_CLIENT_MEM_FRACTION"]) for e in where}
+  assert len(shares) == 1 and 3 * shares.pop() <= 0.8 + 1e-3  # three have the first
+  for parallel, count in ((0, 2), (1, 1), (2, 2)):  # none shares: JAX's own part of the memory
+    where = [dict(slot.environment) for slot in process.slots(parallel)]
+    assert len(where) == count and all(list(e) == ["CUDA_VISIBLE_DEVICES"] for e in where)
+
+
+def test_a_sweep_is_checked_for_the_gpu_of_its_trials(two_gpus, repository, monkeypatch):
+  """Without JAX, which takes most of a GPU's memory when it is asked for its devices."""
+  monkeypatch.chdir(repository)
+  for recipe, said in (("block_128", ""), ("nvfp4", "no FP8 kernel|runs on")):
+    sweep = spec.Sweep("configs/debug.py", arms=(recipe,))
+    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+      spec.check(sweep, "here", 1)
 
 
 def test_single_losses_that_are_not_finite_are_no_divergence():
