@@ -44,6 +44,7 @@ class Key:
     meaning: for --explain and the guide, unit included.
     least: the smallest number, or None.
     choices: the values of a name, or None.
+    refused: values that users look for and that are none of the choices, with the reason.
     affects: what another value changes.
     is_mapped: whether a mapped sweep honours the key (sweeps/stacked.py reads it, or training does
       not); one that it does not must have its default.
@@ -57,6 +58,7 @@ class Key:
   meaning: str
   least: float | None
   choices: tuple[str, ...] | None
+  refused: Mapping[str, str]
   affects: Affects
   is_mapped: bool
   is_open: bool
@@ -70,6 +72,7 @@ def key(
   *,
   least: float | None = None,
   choices: Iterable[str] | None = None,
+  refused: Mapping[str, str] | None = None,
   affects: Affects | None = None,
   mapped: bool | None = None,
   opened: bool = False,
@@ -80,8 +83,8 @@ def key(
   Args:
     affects, mapped: None takes the section's.
   """
-  facts = dict(meaning=meaning, least=least, choices=choices and tuple(choices), affects=affects,
-               is_mapped=mapped, is_open=opened, altering=altering)  # fmt: skip
+  facts = dict(meaning=meaning, least=least, choices=choices and tuple(choices),
+               refused=refused or {}, affects=affects, is_mapped=mapped, is_open=opened, altering=altering)  # fmt: skip
   if isinstance(default, dict):
     return dataclasses.field(default_factory=lambda: dict(default), metadata=facts)
   return dataclasses.field(default=default, metadata=facts)
@@ -146,6 +149,8 @@ def problems(cls: type, values: Mapping[str, Any]) -> list[str]:
     value = values[one.name.rpartition(".")[2]]
     if one.least is not None and value is not None:
       collected.check(value >= one.least, f"{one.name}={value} must be at least {one.least}")
-    if one.choices is not None and value is not None:
+    if isinstance(value, str) and value in one.refused:
+      collected.found.append(f"{one.name}={value!r}: {one.refused[value]}")
+    elif one.choices is not None and value is not None:
       collected.one_of(one.name, value, one.choices)
   return collected.found

@@ -9,8 +9,11 @@ import numpy as np
 from fp8jax import console as console_lib
 from fp8jax import records
 from fp8jax.data import batch_sharding
+from fp8jax.errors import UserError
 from fp8jax.jobs import start
 from fp8jax.report import files, recommend
+from fp8jax.rl import rollout
+from fp8jax.rl.settings import RL
 from fp8jax.run import nonfinite, schemas
 from fp8jax.run.restore import as_trained, restore_params
 from fp8jax.step import train_spec
@@ -23,6 +26,8 @@ def run(spec: train_spec.TrainSpec, workdir: str):
     raise FileNotFoundError(
       f"{name} does not exist: no run in {workdir} stopped at a non-finite value"
     )
+  if spec.model.reward_head:
+    raise UserError("--job=diagnose repeats losses of tokens; a reward head has a score alone")
   with np.load(name) as saved:
     host = dict(saved)
   # The run may have gone on since.
@@ -32,7 +37,10 @@ def run(spec: train_spec.TrainSpec, workdir: str):
   spec = as_trained(spec, meta)
   spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
   phase, teacher = spec.phase(max(step - 1, 0)), start.teacher(spec, console_lib.console())
-  report = nonfinite.report(spec, params, spread.place(host), phase, teacher)
+  batch = spread.place(host)
+  if rollout.is_of_policy(host):
+    batch = rollout.with_policy(batch, spec.of(RL))
+  report = nonfinite.report(spec, params, batch, phase, teacher)
   return {"step": step, **report, **_recommended(workdir)}
 
 

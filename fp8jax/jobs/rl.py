@@ -25,14 +25,11 @@ from fp8jax.jobs import evaluate_tasks, rl_reward, run_state, start, train
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.kernels import choose
 from fp8jax.models import lora, transformer
-from fp8jax.ops import policy_gradient
 from fp8jax.rl import pairs, reward, reward_model, rollout
 from fp8jax.rl.settings import REWARD, RL
 from fp8jax.run import evaluator
 from fp8jax.step import distillation
 from fp8jax.step.train_spec import TrainSpec
-
-_OF_POLICY = ("advantages", "old", "rollout", "reference")
 
 
 class Questions(batch_sharding.Batches):
@@ -125,19 +122,11 @@ class RLState(run_state.RunState):
     return self._update[1][part], step
 
   def place(self, host):
-    return self._with_policy(super().place(host))
+    return rollout.with_policy(super().place(host), self._own)
 
   def take_step(self, state, batch, is_loud: bool):
     state, values = super().take_step(state, batch, is_loud)
     return state, {**values, **self._values}
-
-  def _with_policy(self, batch):
-    batch, own = dict(batch), self._own
-    arrays = {f"{name}_BL": batch.pop(f"{name}_BL", None) for name in _OF_POLICY}
-    of_policy = policy_gradient.Policy(
-      **arrays, objective=own.objective, temperature=own.temperature
-    )
-    return {**batch, "policy": of_policy}
 
   def _saved(self, path: str) -> list[dict[str, np.ndarray]]:
     if not os.path.exists(f"{path}.npz"):
@@ -168,7 +157,7 @@ class RLState(run_state.RunState):
     drawing = sites
     if own.rollout:
       drawing = evaluator.sites_of(spec.with_recipe(own.rollout), None, {})
-    if self._generator is None:
+    if compiles := self._generator is None:
       self._generator = generator_lib.make(spec, self._workdir, state.params, drawing)
     else:
       self._generator.take(state.params, drawing)
@@ -190,7 +179,7 @@ class RLState(run_state.RunState):
       if self._reference is not None:
         parts[-1]["reference_BL"] = self._referred(state, sites, parts[-1])
     self._keep(path, parts, groups)
-    self._say(cycle, all_, len(groups), seconds)
+    self._say(cycle, all_, len(groups), None if compiles else seconds)
     return parts
 
   def _referred(self, state, sites, part) -> np.ndarray:
@@ -198,11 +187,12 @@ class RLState(run_state.RunState):
     frozen = distillation.of_student(self._reference, state.params)
     return _logp(self.spec, self._own.temperature, frozen, sites, part, is_base=True)
 
-  def _say(self, cycle: int, groups: list[rollout.Group], kept: int, seconds: float):
+  def _say(self, cycle: int, groups: list[rollout.Group], kept: int, seconds: float | None):
     """Prints what a rollout brought, and keeps it for the metrics of the next step.
 
     Args:
       groups: all that were drawn; `kept` of them are learned from.
+      seconds: of drawing; None if programs were compiled meanwhile.
     """
     rewards = np.array([g.rewards for g in groups])
     completions = [c for g in groups for c in g.completions]
@@ -216,12 +206,15 @@ class RLState(run_state.RunState):
       "rl/length": tokens / len(completions), "rl/entropy": float(-logp.mean()),
       "rl/cut": float(np.mean([c.finish_reason == LENGTH for c in completions])),
       "rl/groups": float(kept), "rl/equal_groups": float(sum(g.is_equal for g in groups)),
-      "rl/rollout_tokens_per_second": tokens / seconds,
     }  # fmt: skip
+    speed = ""
+    if seconds is not None:
+      self._values["rl/rollout_tokens_per_second"] = tokens / seconds
+      speed = f", {tokens / seconds:,.0f} tokens/s"
     self._out.print(
       f"rollout {cycle}: reward {of.estimate:.3f} [{of.low:.3f}, {of.high:.3f}] of {len(groups)} "
       f"questions x {self._own.samples}, {kept} of them to learn from; "
-      f"{tokens / len(completions):.1f} tokens each, {tokens / seconds:,.0f} tokens/s"
+      f"{tokens / len(completions):.1f} tokens each{speed}"
     )
 
   def _keep(self, path: str, parts, groups: list[rollout.Group]):
@@ -231,6 +224,7 @@ class RLState(run_state.RunState):
     if len(parts) > 1:
       with records.replacing(f"{path}.npz") as part, open(part, "wb") as f:
         np.savez_compressed(f, **flat)
+      self._forget(int(os.path.basename(path)))
     with records.replacing(f"{path}.jsonl") as part, open(part, "w") as f:
       f.writelines(records.to_json(rollout.as_row(group), None) + "\n" for group in groups)
     if self._own.objective.keeps_best:
@@ -239,6 +233,17 @@ class RLState(run_state.RunState):
       target = os.path.join(folder, f"{name}.jsonl")
       with records.replacing(target) as part, open(part, "w") as f:
         f.writelines(records.to_json(row, None) + "\n" for row in rollout.as_chats(groups))
+
+  def _forget(self, cycle: int):
+    """Removes the arrays of rollouts before `cycle` within which no checkpoint lies; that of the
+    one before may be on its way."""
+    folder, each = os.path.join(self._workdir, "checkpoints"), self._own.updates_per_rollout
+    steps = [int(name) for name in os.listdir(folder) if name.isdigit()]
+    within = {step // each for step in steps if step % each}
+    for name in os.listdir(self._folder):
+      number, ext = os.path.splitext(name)
+      if ext == ".npz" and int(number) < cycle - 1 and int(number) not in within:
+        os.remove(os.path.join(self._folder, name))
 
 
 class PairState(RLState):

@@ -5,7 +5,7 @@ each.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -16,9 +16,10 @@ from fp8jax.generation import api
 from fp8jax.generation.completion import ERROR, LENGTH, Completion
 from fp8jax.ops import policy_gradient
 from fp8jax.ops.policy_gradient import Objective
-from fp8jax.rl.settings import Rules
+from fp8jax.rl.settings import RL, Rules
 
 FOLDER, KEPT = "rollouts", "kept"  # of a workdir
+_OF_POLICY = ("advantages", "old", "rollout", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +184,19 @@ def laid_out(
     batch["weights_BL"][row, own], batch["advantages_BL"][row, own] = weight, a
     batch["rollout_BL"][row, own] = completion.logp
   return batch
+
+
+def with_policy(batch: Mapping[str, Any], own: RL) -> dict[str, Any]:
+  """A placed batch of an update, what its loss needs of the policies as one value."""
+  batch = dict(batch)
+  arrays = {f"{name}_BL": batch.pop(f"{name}_BL", None) for name in _OF_POLICY}
+  made = policy_gradient.Policy(**arrays, objective=own.objective, temperature=own.temperature)
+  return {**batch, "policy": made}
+
+
+def is_of_policy(batch: Mapping[str, Any]) -> bool:
+  """Whether a batch is one of an update."""
+  return any(f"{name}_BL" in batch for name in _OF_POLICY)
 
 
 def empty(rows: int, length: int, weights: Sequence[str] = ("weights",)) -> dict[str, np.ndarray]:

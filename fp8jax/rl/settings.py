@@ -51,7 +51,9 @@ class RL:
     'them as conversations that data.sources reads. "dpo" (arXiv:2305.18290): of `pairs`, or of '
     'the best and the worst completion of a group. "reward": of a reward head on `pairs` '
     "(model.reward_head), log(1 + exp(rejected - chosen)) of their scores (Bradley-Terry, "
-    'arXiv:2203.02155).', choices=(*OBJECTIVES, REWARD))
+    'arXiv:2203.02155).', choices=(*OBJECTIVES, REWARD), refused={"ppo": "a value head, which "
+    "PPO's advantages come from, is not built; grpo, dapo and dr_grpo take the same clipped ratio "
+    "with advantages relative to a group"})
   pairs: str = key("", 'JSON lines, a file or a glob, with "prompt", "chosen" and "rejected", '
     'texts or lists of messages, as trl reads them, for rl.loss="dpo" and "reward"; two rows of '
     'global_batch each. "" draws those of dpo from rl.tasks.')
@@ -67,6 +69,8 @@ class RL:
     least=2)
   updates_per_rollout: int = key(1, "Steps on the completions of a rollout, each on its part of "
     "the questions; from the second on clips act.", least=1)
+  staleness: int = key(0, "Rollouts between the parameters that draw and those that learn: 0 "
+    "alone, the present parameters draw", least=0)
   temperature: float = key(1.0, "of the sampler, and of the log-probabilities that train")
   max_new_tokens: int = key(256, "tokens of a completion", least=1)
   clip_low: float | None = key(None, "the ratio to the old policy counts from 1 - clip_low; the "

@@ -67,7 +67,7 @@ def all_site_rows(spec: TrainSpec) -> list[dict[str, Any]]:
 def _backends(spec: TrainSpec) -> str:
   """The backend that updates the matrices, and why the kernel does not."""
   wanted, large, passed = spec.kernels.optimizer, 0, collections.defaultdict(list)
-  if wanted == "xla":
+  if wanted == "xla" or (wanted == "auto" and spec.device.platform != "gpu"):
     return "all updated by xla"
   for path, leaf in params_lib.flatten(spec.leaves).items():
     large += leaf.is_large

@@ -56,7 +56,7 @@ LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.s
   optim.base_width distill.weight eval.tokens eval.every eval.questions checkpoint.every
   log.tensor_stats_every export.fold_smooth_batches search.beta search.delay search.entropy
   prepare.processes generate.max_length plan_inference.reserve rl.questions
-  rl.most_correction rl.max_resampling rl.overlong"""
+  rl.most_correction rl.max_resampling rl.overlong rl.staleness"""
 ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date

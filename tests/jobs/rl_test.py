@@ -6,11 +6,12 @@ import re
 import harness
 import numpy as np
 import pytest
+import tokenizers
 
 from fp8jax.errors import ConfigError, UserError
-from fp8jax.jobs import rl
+from fp8jax.jobs import diagnose, rl, train
 from fp8jax.ops.policy_gradient import OBJECTIVES
-from fp8jax.run import preemption
+from fp8jax.run import nonfinite, preemption
 
 REWARD = "def third(item, output):\n  return len(output.encode()) % 3 + int(item.answer)\n"
 RL = {
@@ -117,7 +118,9 @@ def refused(questions, **changes):
   [
     ({"rl.tasks": ""}, "rl.tasks='' names no question to learn from"),
     ({"rl.samples": 1, "global_batch": 2}, "rl.samples=1 must be at least 2"),
-    ({"rl.loss": "ppo"}, "rl.loss='ppo' is not one of 'grpo', 'dapo', 'dr_grpo'"),
+    ({"rl.loss": "ppo"}, "rl.loss='ppo': a value head, .* is not built; grpo, dapo and dr_grpo"),
+    ({"rl.loss": "p"}, "rl.loss='p' is not one of 'grpo', 'dapo', 'dr_grpo'"),
+    ({"rl.staleness": 2}, "rl.staleness=2: a rollout is drawn by the present parameters"),
     ({"global_batch": 8}, "global_batch=8 must be .* = 4: a completion in every row"),
     (
       {"rl.prompts": 5, "global_batch": 5, "grad_accum_steps": 1},
@@ -169,6 +172,14 @@ def test_what_cannot_learn_is_refused_by_name(questions, changes, message):
   assert re.search(message, refused(questions, **changes))
 
 
+def test_a_tokenizer_without_an_end_token_is_refused(questions, tmp_path):
+  """No completion would end by itself."""
+  path = tmp_path / "tokenizer.json"
+  tokenizers.Tokenizer(tokenizers.models.WordLevel({"say": 0, "?": 1}, "?")).save(str(path))
+  text = refused(questions, **{"data.tokenizer": str(path)})
+  assert re.search("would name the eos_token; set data.eos to the token that ends", text), text
+
+
 def test_prompts_that_leave_no_room_are_named(questions, tmp_path):
   message = "rl.tasks: learned, .* has 7 tokens, and with rl.max_new_tokens=30 more it fits neither"
   with pytest.raises(UserError, match=message):
@@ -186,6 +197,23 @@ def test_losses_state_their_numbers():
 
 
 @pytest.mark.slow
+def test_a_step_that_failed_is_repeated_with_its_own_loss(questions, tmp_path, monkeypatch):
+  changes = {"optim.peak_lr": 1e30, "optim.grad_clip_norm": 0.0, "optim.warmup_steps": 0}
+  with pytest.raises(train.NonFinite, match="step 2"):
+    run(tmp_path, questions, **changes)
+  report, seen = nonfinite.report, []
+
+  def watched(spec, params, batch, *args):
+    seen.append((batch["policy"].temperature, batch["policy"].objective.kl))
+    return report(spec, params, batch, *args)
+
+  monkeypatch.setattr(nonfinite, "report", watched)
+  spec = harness.text_spec("bf16", job="rl", **RL | questions | changes)
+  found = diagnose.run(spec, str(tmp_path))
+  assert found["step"] == 2 and seen == [(0.8, 0.0)]
+
+
+@pytest.mark.slow
 def test_an_invariant_run_learns_from_the_probabilities_that_it_drew_with(tmp_path, questions):
   """To the bit, also after updates: the sampler's codes are those of the next forward pass."""
   changes = {"precision.invariant": True, "memory.remat_policy": "full", "steps": 6}
@@ -195,7 +223,9 @@ def test_an_invariant_run_learns_from_the_probabilities_that_it_drew_with(tmp_pa
   assert (
     all(found[step]["rl/kl_to_old"] == 0 for step in (1, 3, 5)) and found[6]["rl/kl_to_old"] > 0
   )
-  for cycle in range(3):
+  # A run goes on within the last rollouts alone.
+  assert sorted(p.name for p in tmp_path.glob("rollouts/*.npz")) == ["000001.npz", "000002.npz"]
+  for cycle in (1, 2):
     for part in parts(tmp_path, cycle):
       drawn = part["weights"] > 0
       np.testing.assert_array_equal(part["old"][drawn], part["rollout"][drawn])
