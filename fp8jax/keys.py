@@ -84,7 +84,8 @@ def key(
     affects, mapped: None takes the section's.
   """
   facts = dict(meaning=meaning, least=least, choices=choices and tuple(choices),
-               refused=refused or {}, affects=affects, is_mapped=mapped, is_open=opened, altering=altering)  # fmt: skip
+               refused=refused or {}, affects=affects, is_mapped=mapped, is_open=opened,
+               altering=altering)  # fmt: skip
   if isinstance(default, dict):
     return dataclasses.field(default_factory=lambda: dict(default), metadata=facts)
   return dataclasses.field(default=default, metadata=facts)

@@ -1,16 +1,18 @@
 """Reinforcement learning of a model of 3.4 million parameters: precisions of training and rollout.
 
-what:      rewards on held-out sums before and after 60 steps, and |log p of training - of rollout|
+what:      held-out sums right before and after 60 steps, greedily and sampled, and |log p of
+           training - of rollout|
 command:   python experiments/2026_rl/small.py run DIR [ARM ...]   (resumes)
            python experiments/2026_rl/small.py table DIR           (small.json, table of README)
 hardware:  two CPU cores, 3 GB
 
 Per seed: random weights learn to write sums of two numbers below 100 ("47+85=132") from examples
 alone, for so many steps that 30 to 70 % of the held-out ones are right. Every arm goes on from
-these weights with the same questions: 60 steps of DAPO's objective, two per rollout of 32 questions
-with 8 completions each. Held-out sums are answered greedily, in the arm's own forward pass. The
-null arm is `bf16` from weights one float32 ulp larger. Arms, margin (5 points), seeds and the
-correction for their number were fixed before the first run.
+these weights with the same questions: 60 steps of DAPO's objective, two per rollout of 128
+questions with 8 completions each. Held-out sums are answered in the arm's own forward pass,
+greedily and four times at the temperature of training. The null arm is `bf16` from weights one
+float32 ulp larger. Arms, margin (5 points), seeds and the correction for their number were fixed
+before the first run; start, batch and rate are those of pilots in which `bf16` learned (README).
 """
 
 import argparse
@@ -33,9 +35,11 @@ from fp8jax.evaluation import store  # noqa: E402
 from fp8jax.jobs import dispatch  # noqa: E402
 from fp8jax.run import metrics_writer, provenance  # noqa: E402
 
-SEEDS, STEPS, START, MARGIN = (0, 1, 2), 60, 576, 5.0
+SEEDS, STEPS, START, MARGIN = (0, 1, 2), 60, 504, 5.0
 EXAMPLES, LEARNED, HELD_OUT = 6_000, 2_000, 400
 BASELINE, NULL = "bf16", "bf16, one ulp away"
+# Of the held-out questions: samples and temperature.
+ASKED = {"held_out": (1, 0.0), "held_out_sampled": (4, 1.0)}
 # Arm -> (recipe of training, changes).
 ARMS: dict[str, tuple[str, dict]] = {
   BASELINE: ("bf16", {}),
@@ -59,10 +63,12 @@ def prepare(folder: pathlib.Path):
   pairs = [divmod(n, 100) for n in chosen]
   texts = [json.dumps({"text": f"{a}+{b}={a + b}"}) for a, b in pairs[:EXAMPLES]]
   (folder / "examples.jsonl").write_text("\n".join(texts) + "\n")
-  for name, part in (("learned", pairs[EXAMPLES:-HELD_OUT]), ("held_out", pairs[-HELD_OUT:])):
+  sets = {"learned": pairs[EXAMPLES:-HELD_OUT], **dict.fromkeys(ASKED, pairs[-HELD_OUT:])}
+  for name, part in sets.items():
     rows = [{"question": f"{a}+{b}=", "answer": str(a + b), "verifier": "exact"} for a, b in part]
+    samples, temperature = ASKED.get(name, (1, 0.0))
     task = {"name": name, "questions": f"{name}.jsonl", "prompt": "{question}", "margin": MARGIN,
-            "max_new_tokens": 6}  # fmt: skip
+            "max_new_tokens": 6, "samples": samples, "temperature": temperature}  # fmt: skip
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / f"{name}.json").write_text(json.dumps(task))
 
@@ -88,12 +94,14 @@ def learn(arm: str, seed: int, target: pathlib.Path) -> pathlib.Path:
   recipe, changes = ARMS[arm]
   c = model(recipe, seed, target)
   c.init.workdir, c.init.weights_only = str(target / f"start-{seed}"), True
-  c.rl.tasks, c.eval.tasks = (str(target / f"{n}.json") for n in ("learned", "held_out"))
-  c.rl.loss, c.rl.prompts, c.rl.samples, c.rl.updates_per_rollout = "dapo", 32, 8, 2
+  c.rl.tasks = str(target / "learned.json")
+  c.eval.tasks = ",".join(str(target / f"{name}.json") for name in ASKED)
+  c.rl.loss, c.rl.prompts, c.rl.samples, c.rl.updates_per_rollout = "dapo", 128, 8, 2
   c.rl.max_new_tokens, c.generate.max_length, c.generate.slots = 6, 16, 128
-  c.steps, c.global_batch, c.seq_len, c.memory.loss_chunk = STEPS, 128, 16, 16
+  c.steps, c.global_batch, c.seq_len, c.memory.loss_chunk = STEPS, 512, 16, 16
   c.optim.schedule, c.optim.warmup_steps, c.optim.decay_steps = "wsd", 4, 0
-  c.optim.peak_lr, c.optim.min_lr, c.optim.weight_decay = 1e-4, 1e-4, 0.0
+  c.optim.peak_lr, c.optim.min_lr, c.optim.weight_decay = 2e-4, 2e-4, 0.0
+  c.optim.b2 = 0.98
   c.update_from_flattened_dict(changes)
   workdir = target / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}"
   dispatch.call("rl", c, base.get_config(), str(workdir))
@@ -113,12 +121,11 @@ def run(target: pathlib.Path, only: list[str]):
 
 
 def measured(arm: str, seed: int, workdir: pathlib.Path) -> dict:
-  """A run's numbers: of every held-out sum whether it is right, before and after; metrics."""
+  """A run's numbers: of every held-out sum how often it is right, before and after; metrics."""
   right = {}
   for step in (0, STEPS):
-    folder = workdir / store.FOLDER / f"training_step_{step}"
-    scores = store.read_scores(str(folder))["held_out"].scores_IJ
-    right[str(step)] = scores.mean(1).astype(int).tolist()
+    scores = store.read_scores(str(workdir / store.FOLDER / f"training_step_{step}"))
+    right[str(step)] = {name: scores[name].scores_IJ.mean(1).tolist() for name in ASKED}
   rows = [row for _, row in metrics_writer.rows(str(workdir / "metrics.jsonl"))]
   kept = {}
   for name in ("rl/reward", "rl/mismatch", "rl/truncated", "rl/clipped", "rl/length", "rl/entropy",
@@ -135,34 +142,39 @@ def table(target: pathlib.Path):
 
   rows = [json.loads(p.read_text()) for p in sorted(target.glob("*-[0-9].json"))]
   by = {arm: sorted((r for r in rows if r["arm"] == arm), key=lambda r: r["seed"]) for arm in ARMS}
-  scores = {
-    arm: {at: np.array([r["right"][at] for r in of]) for at in ("0", str(STEPS))}
-    for arm, of in by.items() if of
-  }  # fmt: skip
-  count = len(ARMS) - 1
-  head = ["arm", "seeds", "right before, %", "after, %", f"minus `{BASELINE}`, points", "by seed",
-          "verdict", "mean abs. difference of log p, nats", "largest of a step", "cut, % of tokens",
-          "clipped, %"]  # fmt: skip
+  count = (len(ARMS) - 1) * len(ASKED)
+  head = ["arm", "seeds"]
+  for name in ("greedily", "sampled"):
+    head += [f"right {name}, % before", "after", f"minus `{BASELINE}`, points", "verdict"]
+  head += ["mean abs. difference of log p, nats", "largest of a step", "cut, % of tokens",
+           "clipped, %"]  # fmt: skip
   lines = []
-  for arm, of in scores.items():
-    after, runs = of[str(STEPS)], by[arm]
-    seeds = [r["seed"] for r in runs]
-    base_of = {r["seed"]: r["right"][str(STEPS)] for r in by[BASELINE]}
-    cells = ["", "", ""]
-    if arm != BASELINE and all(s in base_of for s in seeds):
-      against = np.array([base_of[s] for s in seeds])
-      c = statistics.compare(after, against, MARGIN, count=count)
-      by_seed = ", ".join(f"{d:+.1f}" for d in c.by_seed)
-      cells = [f"{c.difference:+.1f} [{c.low:+.1f}, {c.high:+.1f}]", by_seed, c.sentence]
+  for arm, runs in by.items():
+    if not runs:
+      continue
+    cells = [arm, str(len(runs))]
+    for name in ASKED:
+      before, after = (np.array([r["right"][s][name] for r in runs]) for s in ("0", str(STEPS)))
+      cells += [f"{100 * before.mean():.1f}", f"{100 * after.mean():.1f}"]
+      cells += _difference(runs, by[BASELINE], name, after, count) if arm != BASELINE else ["", ""]
     each = {k: [np.mean(r["metrics"][k]) for r in runs] for k in runs[0]["metrics"]}
     most = max(max(r["metrics"]["rl/mismatch"]) for r in runs)
-    lines.append([
-      arm, str(len(runs)), f"{100 * of['0'].mean():.1f}", f"{100 * after.mean():.1f}", *cells,
-      f"{np.mean(each['rl/mismatch']):.2g}", f"{most:.2g}",
-      f"{100 * np.mean(each['rl/truncated']):.2g}", f"{100 * np.mean(each['rl/clipped']):.2g}",
-    ])  # fmt: skip
+    cells += [f"{np.mean(each['rl/mismatch']):.2g}", f"{most:.2g}"]
+    cells += [f"{100 * np.mean(each[k]):.2g}" for k in ("rl/truncated", "rl/clipped")]
+    lines.append(cells)
   (HERE / "small.json").write_text(json.dumps({"rows": rows}) + "\n")
   tensors.write_table(HERE, tensors.markdown(head, lines))
+
+
+def _difference(runs, baselines, name: str, after, count: int) -> list[str]:
+  """[interval and differences by seed, verdict] of an arm; empty without the baseline's seeds."""
+  base_of = {r["seed"]: r["right"][str(STEPS)][name] for r in baselines}
+  if not all(r["seed"] in base_of for r in runs):
+    return ["", ""]
+  against = np.array([base_of[r["seed"]] for r in runs])
+  c = statistics.compare(after, against, MARGIN, count=count)
+  by_seed = ", ".join(f"{d:+.1f}" for d in c.by_seed)
+  return [f"{c.difference:+.1f} [{c.low:+.1f}, {c.high:+.1f}] ({by_seed})", c.sentence]
 
 
 if __name__ == "__main__":
