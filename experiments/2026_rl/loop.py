@@ -32,8 +32,10 @@ from fp8jax import records, statistics  # noqa: E402
 from fp8jax.jobs import dispatch  # noqa: E402
 from fp8jax.run import provenance  # noqa: E402
 
+HERE = small.HERE
 SEEDS, START, STEPS, MARGIN, SAMPLES = (0, 1, 2), 512, 96, 5.0, 8
 EXAMPLES, LEARNED, HELD_OUT = 6_000, 2_000, 400
+RANKING_STEPS = 200
 RANKED = 400  # of the learned questions, those whose pairs are held out
 BASELINE, NULL = "solutions", "solutions, one ulp away"
 ARMS = (BASELINE, NULL, "solutions of kept questions", "kept answers")
@@ -165,7 +167,8 @@ def ranked(seed: int, target: pathlib.Path, drawn) -> dict:
   c.model.reward_head, c.rl.loss = True, "reward"
   c.rl.pairs = str(target / f"learned-{seed}.pairs.jsonl")
   c.rl.eval_pairs = str(target / f"ranked-{seed}.pairs.jsonl")
-  c.steps, c.global_batch, c.seq_len, c.eval.batch, c.eval.tokens = 200, 64, 64, 64, 64
+  c.steps, c.global_batch, c.seq_len = RANKING_STEPS, 64, 64
+  c.eval.batch, c.eval.tokens = 64, 64
   c.optim.peak_lr, c.optim.min_lr = 5e-4, 5e-5
   c.optim.warmup_steps, c.optim.decay_steps = 16, 50
   workdir = target / f"reward-{seed}"
@@ -195,10 +198,40 @@ def run(target: pathlib.Path):
 
 
 def table(target: pathlib.Path):
+  import tensors
+
   rows = [json.loads(p.read_text()) for p in sorted(target.glob("arm-*.json"))]
   rankings = [json.loads(p.read_text()) for p in sorted(target.glob("ranking-*.json"))]
-  print(len(rows), rankings)
-  del statistics
+  by = {arm: sorted((r for r in rows if r["arm"] == arm), key=lambda r: r["seed"]) for arm in ARMS}
+  head = ["arm", "texts, by seed", "right before, %", "after, %", f"minus `{BASELINE}`, points",
+          "by seed", "verdict"]  # fmt: skip
+  lines = []
+  for arm, runs in by.items():
+    before, after = (np.array([r[k] for r in runs], float) for k in ("before", "right"))
+    cells = [arm, ", ".join(f"{r['texts']:,}" for r in runs)]
+    cells += [f"{100 * x.mean():.1f}" for x in (before, after)]
+    if arm == BASELINE:
+      lines.append([*cells, "", "", ""])
+      continue
+    against = np.array([r["right"] for r in by[BASELINE]], float)
+    c = statistics.compare(after, against, MARGIN, count=len(ARMS) - 1)
+    by_seed = ", ".join(f"{d:+.1f}" for d in c.by_seed)
+    cells += [f"{c.difference:+.1f} [{c.low:+.1f}, {c.high:+.1f}]", by_seed, c.sentence]
+    lines.append(cells)
+  text = tensors.markdown(head, lines)
+  head = ["seed", "pairs learned", "pairs ranked", "right before, %", "after, %", "margin"]
+  lines = []
+  for row in sorted(rankings, key=lambda r: r["seed"]):
+    first, last = (row["evaluations"][step]["pairs"]["bf16"] for step in ("0", str(RANKING_STEPS)))
+    shares = [
+      f"{100 * r['accuracy']:.1f} [{100 * r['low']:.1f}, {100 * r['high']:.1f}]"
+      for r in (first, last)
+    ]
+    counts = [f"{row['pairs'][name]:,}" for name in ("learned", "ranked")]
+    lines.append([str(row["seed"]), *counts, *shares, f"{last['margin']:.2f}"])
+  text += "\n\nReward heads:\n\n" + tensors.markdown(head, lines)
+  (HERE / "loop.json").write_text(json.dumps({"rows": rows, "rankings": rankings}) + "\n")
+  tensors.write_table(HERE, text, "loop")
 
 
 if __name__ == "__main__":

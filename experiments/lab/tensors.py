@@ -117,10 +117,11 @@ def write(here: pathlib.Path, results: dict, table: str, chart: alt.TopLevelMixi
   write_table(here, table)
 
 
-def write_table(here: pathlib.Path, table: str):
-  """The table of a folder's page alone."""
+def write_table(here: pathlib.Path, table: str, name: str = "table"):
+  """The table of a folder's page alone, or of several the one behind <!-- NAME -->."""
   readme = here / "README.md"
-  readme.write_text(_TABLE.sub(lambda m: f"{m[1]}{table}\n{m[2]}", readme.read_text()))
+  place = re.compile(_TABLE.pattern.replace("table", name), _TABLE.flags)
+  readme.write_text(place.sub(lambda m: f"{m[1]}{table}\n{m[2]}", readme.read_text()))
   print(table)
 
 
