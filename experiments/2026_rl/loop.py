@@ -20,95 +20,36 @@ import argparse
 import json
 import pathlib
 import random
-import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import sums  # first: it puts the repository on the path
+from sums import is_right, prompt, sets, solution
 
-import numpy as np  # noqa: E402
-import small  # noqa: E402  (puts the repository on the path)
+import numpy as np  # isort: skip
 
-from configs import base  # noqa: E402
-from fp8jax import records, statistics  # noqa: E402
-from fp8jax.jobs import dispatch  # noqa: E402
-from fp8jax.run import provenance  # noqa: E402
+from fp8jax import records, statistics  # isort: skip
+from fp8jax.run import provenance  # isort: skip
 
-HERE = small.HERE
-SEEDS, START, STEPS, MARGIN, SAMPLES = (0, 1, 2), 512, 96, 5.0, 8
-EXAMPLES, LEARNED, HELD_OUT = 6_000, 2_000, 400
+HERE, SEEDS, MARGIN, STEPS, SAMPLES = sums.HERE, sums.SEEDS, sums.MARGIN, 96, 8
 RANKING_STEPS = 200
 RANKED = 400  # of the learned questions, those whose pairs are held out
 BASELINE, NULL = "solutions", "solutions, one ulp away"
 ARMS = (BASELINE, NULL, "solutions of kept questions", "kept answers")
-Pair = tuple[int, int]
 
 
-def prompt(pair: Pair) -> str:
-  return f"{pair[0]}+{pair[1]}="
-
-
-def solution(pair: Pair, rng: random.Random) -> str:
-  """The working in one of two orders, and the sum."""
-  (a, b), steps = pair, []
-  for x, y in ((a % 10, b % 10), (a - a % 10, b - b % 10)):
-    steps.append(f"{x}+{y}={x + y}")
-  rng.shuffle(steps)
-  return f"{','.join(steps)};{a + b}"
-
-
-def is_right(pair: Pair, text: str) -> bool:
-  return text.rpartition(";")[2].strip() == str(sum(pair)) and ";" in text
-
-
-def sets() -> tuple[list[Pair], list[Pair], list[Pair]]:
-  """Pairs to imitate, to answer, and held out; each once."""
-  chosen = random.Random(0).sample(range(10**4), EXAMPLES + LEARNED + HELD_OUT)
-  pairs = [divmod(n, 100) for n in chosen]
-  return pairs[:EXAMPLES], pairs[EXAMPLES:-HELD_OUT], pairs[-HELD_OUT:]
-
-
-def write(path: pathlib.Path, texts: list[str]):
-  records.write_atomic(str(path), "".join(json.dumps({"text": t}) + "\n" for t in texts))
-
-
-def train(job: str, c, workdir: pathlib.Path, source: pathlib.Path):
-  c.data.sources = {"main": base.source("jsonl", str(source))}
-  dispatch.call(job, c, base.get_config(), str(workdir))
-
-
-def configuration(seed: int, target: pathlib.Path):
-  c = small.model("bf16", seed, target)
-  c.log.report = False
-  return c
-
-
-def begun(seed: int, target: pathlib.Path) -> pathlib.Path:
-  """The workdir of the weights that all arms of a seed begin with."""
-  rng, source, workdir = (
-    random.Random(seed),
-    target / f"examples-{seed}.jsonl",
-    target / f"start-{seed}",
-  )
-  if not source.exists():
-    write(source, [prompt(p) + solution(p, rng) for p in sets()[0]])
-  c = configuration(seed, target)
-  c.steps, c.global_batch, c.seq_len = START, 8, 256
-  train("train", c, workdir, source)
-  return workdir
-
-
-def answers(workdir: pathlib.Path, asked: list[Pair], path: pathlib.Path, seed: int, samples: int):
+def answers(
+  workdir: pathlib.Path, asked: list[sums.Pair], path: pathlib.Path, seed: int, samples: int
+):
   """Texts of every question, [question][sample]; greedy where there is one sample."""
   if not path.exists():
     prompts = path.with_suffix(".prompts.jsonl")
     prompts.write_text("".join(json.dumps({"prompt": prompt(p)}) + "\n" for p in asked))
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
-    c = configuration(seed, path.parent)
-    c.data.sources = {"main": base.source("jsonl", str(prompts), field="prompt")}
+    c = sums.configuration("bf16", seed)
     c.generate.prompts, c.generate.out, c.generate.num_samples = str(prompts), str(part), samples
     c.generate.temperature, c.generate.seed = (0.0 if samples == 1 else 1.0), seed
     c.generate.max_new_tokens, c.generate.max_length, c.generate.slots = 40, 64, 128
-    dispatch.call("generate", c, base.get_config(), str(workdir))
+    sums.call("generate", c, workdir, prompts, field="prompt")
     part.rename(path)
   found: list[list[str]] = [[""] * samples for _ in asked]
   for line in path.read_text().splitlines():
@@ -117,7 +58,7 @@ def answers(workdir: pathlib.Path, asked: list[Pair], path: pathlib.Path, seed: 
   return found
 
 
-def texts_of(arm: str, seed: int, asked: list[Pair], drawn: list[list[str]]) -> list[str]:
+def texts_of(arm: str, seed: int, asked: list[sums.Pair], drawn: list[list[str]]) -> list[str]:
   rng = random.Random(1000 + seed)
   if arm == "kept answers":
     return [prompt(p) + t for p, texts in zip(asked, drawn) for t in texts if is_right(p, t)]
@@ -133,14 +74,13 @@ def learn(arm: str, seed: int, target: pathlib.Path, drawn) -> dict:
   workdir, source = target / f"{name}-{seed}", target / f"{name}-{seed}.jsonl"
   _, asked, held_out = sets()
   texts = texts_of(arm, seed, asked, drawn)
-  write(source, texts)
-  c = configuration(seed, target)
-  c.init.workdir, c.init.weights_only = str(target / f"start-{seed}"), True
+  sums.write(source, texts)
+  c = sums.continued("bf16", seed, target)
   c.init.nudge = arm == NULL
   c.steps, c.global_batch, c.seq_len = STEPS, 8, 256
   c.optim.peak_lr, c.optim.min_lr = 5e-4, 5e-5
   c.optim.warmup_steps, c.optim.decay_steps = 8, 24
-  train("train", c, workdir, source)
+  sums.call("train", c, workdir, source)
   greedy = answers(workdir, held_out, target / f"{name}-{seed}.held_out.jsonl", seed, 1)
   right = [int(is_right(p, t)) for p, (t,) in zip(held_out, greedy)]
   return {"arm": arm, "seed": seed, "texts": len(texts), "right": right,
@@ -161,9 +101,7 @@ def ranked(seed: int, target: pathlib.Path, drawn) -> dict:
     lines = (dict(zip(("prompt", "chosen", "rejected"), row)) for row in rows)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     records.write_atomic(str(target / f"{name}-{seed}.pairs.jsonl"), text)
-  c = configuration(seed, target)
-  c.data.sources = {"main": base.source("jsonl", str(target / f"examples-{seed}.jsonl"))}
-  c.init.workdir, c.init.weights_only = str(target / f"start-{seed}"), True
+  c = sums.continued("bf16", seed, target)
   c.model.reward_head, c.rl.loss = True, "reward"
   c.rl.pairs = str(target / f"learned-{seed}.pairs.jsonl")
   c.rl.eval_pairs = str(target / f"ranked-{seed}.pairs.jsonl")
@@ -171,8 +109,7 @@ def ranked(seed: int, target: pathlib.Path, drawn) -> dict:
   c.eval.batch, c.eval.tokens = 64, 64
   c.optim.peak_lr, c.optim.min_lr = 5e-4, 5e-5
   c.optim.warmup_steps, c.optim.decay_steps = 16, 50
-  workdir = target / f"reward-{seed}"
-  summary = dispatch.call("rl", c, base.get_config(), str(workdir))
+  summary = sums.call("rl", c, target / f"reward-{seed}", sums.examples(seed, target))
   return {"seed": seed, "evaluations": summary["evaluations"], "pairs": {
     name: sum(map(len, questions)) for name, questions in parts.items()}}  # fmt: skip
 
@@ -180,7 +117,7 @@ def ranked(seed: int, target: pathlib.Path, drawn) -> dict:
 def run(target: pathlib.Path):
   target.mkdir(parents=True, exist_ok=True)
   for seed in SEEDS:
-    start = begun(seed, target)
+    start = sums.begun(seed, target)
     drawn = answers(start, sets()[1], target / f"drawn-{seed}.jsonl", seed, SAMPLES)
     held = answers(start, sets()[2], target / f"start-{seed}.held_out.jsonl", seed, 1)
     for arm in ARMS:

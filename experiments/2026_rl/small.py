@@ -1,42 +1,36 @@
-"""Reinforcement learning of a model of 3.4 million parameters: precisions of training and rollout.
+"""Reinforcement learning of a model of 2.5 million parameters: precisions of training and rollout.
 
-what:      held-out sums right before and after 60 steps, greedily and sampled, and |log p of
+what:      held-out sums right before and after 30 steps, greedily and sampled, and |log p of
            training - of rollout|
 command:   python experiments/2026_rl/small.py run DIR [ARM ...]   (resumes)
            python experiments/2026_rl/small.py table DIR           (small.json, table of README)
 hardware:  two CPU cores, 3 GB
 
-Per seed: random weights learn to write sums of two numbers below 100 ("47+85=132") from examples
-alone, for so many steps that 30 to 70 % of the held-out ones are right. Every arm goes on from
-these weights with the same questions: 60 steps of DAPO's objective, two per rollout of 128
-questions with 8 completions each. Held-out sums are answered in the arm's own forward pass,
-greedily and four times at the temperature of training. The null arm is `bf16` from weights one
-float32 ulp larger. Arms, margin (5 points), seeds and the correction for their number were fixed
-before the first run; start, batch and rate are those of pilots in which `bf16` learned (README).
+Per seed: random weights learn to write sums of two numbers below 100 with their working
+("47+85=7+5=12,40+80=120;132") from examples alone, for so many steps that 30 to 70 % of the
+held-out ones are right. Every arm goes on from these weights with the same questions: 30 steps of
+DAPO's objective, two per rollout of 64 questions with 8 completions each. Held-out sums are
+answered in the arm's own forward pass, greedily and four times at the temperature of training. The
+null arm is `bf16` from weights one float32 ulp larger. Arms, margin (5 points), seeds and the
+correction for their number were fixed before the first run; start, batch and rate are those of
+pilots in which `bf16` learned (README).
 """
 
 import argparse
 import json
-import os
 import pathlib
-import random
-import sys
 
-HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(HERE.parent / "lab")]
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import sums  # first: it puts the repository on the path
 
-import numpy as np  # noqa: E402
+import numpy as np  # isort: skip
 
-from configs import base, pretrain_tiny  # noqa: E402
-from fp8jax import records, statistics  # noqa: E402
-from fp8jax.evaluation import store  # noqa: E402
-from fp8jax.jobs import dispatch  # noqa: E402
-from fp8jax.run import metrics_writer, provenance  # noqa: E402
+from configs import base  # isort: skip
+from fp8jax import records, statistics  # isort: skip
+from fp8jax.evaluation import store  # isort: skip
+from fp8jax.jobs import dispatch  # isort: skip
+from fp8jax.run import metrics_writer, provenance  # isort: skip
 
-SEEDS, STEPS, START, MARGIN = (0, 1, 2), 60, 504, 5.0
-EXAMPLES, LEARNED, HELD_OUT = 6_000, 2_000, 400
+HERE, SEEDS, MARGIN, STEPS = sums.HERE, sums.SEEDS, sums.MARGIN, 30
 BASELINE, NULL = "bf16", "bf16, one ulp away"
 # Of the held-out questions: samples and temperature.
 ASKED = {"held_out": (1, 0.0), "held_out_sampled": (4, 1.0)}
@@ -56,51 +50,32 @@ ARMS: dict[str, tuple[str, dict]] = {
 
 
 def prepare(folder: pathlib.Path):
-  """examples.jsonl to imitate, learned.jsonl to ask in training, held_out.jsonl: three sets."""
+  """Tasks: learned.json, asked in training, and those of ASKED."""
   folder.mkdir(parents=True, exist_ok=True)
-  rng = random.Random(0)
-  chosen = rng.sample(range(10**4), EXAMPLES + LEARNED + HELD_OUT)
-  pairs = [divmod(n, 100) for n in chosen]
-  texts = [json.dumps({"text": f"{a}+{b}={a + b}"}) for a, b in pairs[:EXAMPLES]]
-  (folder / "examples.jsonl").write_text("\n".join(texts) + "\n")
-  sets = {"learned": pairs[EXAMPLES:-HELD_OUT], **dict.fromkeys(ASKED, pairs[-HELD_OUT:])}
-  for name, part in sets.items():
-    rows = [{"question": f"{a}+{b}=", "answer": str(a + b), "verifier": "exact"} for a, b in part]
+  _, learned, held_out = sums.sets()
+  for name, part in {"learned": learned, **dict.fromkeys(ASKED, held_out)}.items():
+    rows = [
+      {"question": sums.prompt(p), "answer": f".*;{sum(p)}", "verifier": "regex"} for p in part
+    ]
     samples, temperature = ASKED.get(name, (1, 0.0))
     task = {"name": name, "questions": f"{name}.jsonl", "prompt": "{question}", "margin": MARGIN,
-            "max_new_tokens": 6, "samples": samples, "temperature": temperature}  # fmt: skip
+            "max_new_tokens": sums.MOST_TOKENS, "samples": samples,
+            "temperature": temperature}  # fmt: skip
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / f"{name}.json").write_text(json.dumps(task))
 
 
-def model(recipe: str, seed: int, target: pathlib.Path):
-  c = pretrain_tiny.get_config(f"3m-{recipe}")
-  c.data.tokenizer, c.data.eos, c.model.vocab_size, c.seed = "bytes", "", 512, seed
-  c.data.sources = {"main": base.source("jsonl", str(target / "examples.jsonl"))}
-  c.eval.tokens, c.checkpoint.every, c.log.report = 0, 0, True
-  return c
-
-
-def start(seed: int, target: pathlib.Path) -> pathlib.Path:
-  """The workdir of the weights that all arms of a seed begin with."""
-  c = model("bf16", seed, target)
-  c.steps, c.global_batch, c.seq_len = START, 8, 256
-  workdir = target / f"start-{seed}"
-  dispatch.call("train", c, base.get_config(), str(workdir))
-  return workdir
-
-
 def learn(arm: str, seed: int, target: pathlib.Path) -> pathlib.Path:
   recipe, changes = ARMS[arm]
-  c = model(recipe, seed, target)
-  c.init.workdir, c.init.weights_only = str(target / f"start-{seed}"), True
+  c = sums.continued(recipe, seed, target)
+  c.data.sources = {"main": base.source("jsonl", str(sums.examples(seed, target)))}
   c.rl.tasks = str(target / "learned.json")
   c.eval.tasks = ",".join(str(target / f"{name}.json") for name in ASKED)
-  c.rl.loss, c.rl.prompts, c.rl.samples, c.rl.updates_per_rollout = "dapo", 128, 8, 2
-  c.rl.max_new_tokens, c.generate.max_length, c.generate.slots = 6, 16, 128
-  c.steps, c.global_batch, c.seq_len, c.memory.loss_chunk = STEPS, 512, 16, 16
+  c.rl.loss, c.rl.prompts, c.rl.samples, c.rl.updates_per_rollout = "dapo", 64, 8, 2
+  c.rl.max_new_tokens, c.generate.max_length, c.generate.slots = sums.MOST_TOKENS, 32, 128
+  c.steps, c.global_batch, c.seq_len, c.memory.loss_chunk = STEPS, 256, 32, 32
   c.optim.schedule, c.optim.warmup_steps, c.optim.decay_steps = "wsd", 4, 0
-  c.optim.peak_lr, c.optim.min_lr, c.optim.weight_decay = 2e-4, 2e-4, 0.0
+  c.optim.peak_lr, c.optim.min_lr, c.optim.weight_decay = 3e-4, 3e-4, 0.0
   c.optim.b2 = 0.98
   c.update_from_flattened_dict(changes)
   workdir = target / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}"
@@ -109,10 +84,10 @@ def learn(arm: str, seed: int, target: pathlib.Path) -> pathlib.Path:
 
 
 def run(target: pathlib.Path, only: list[str]):
-  if not (target / "held_out.json").exists():
+  if not (target / "learned.json").exists():
     prepare(target)
   for seed in SEEDS:
-    start(seed, target)
+    sums.begun(seed, target)
     for arm in only or ARMS:
       path = target / f"{arm}-{seed}.json"
       if not path.exists():
