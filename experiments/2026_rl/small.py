@@ -115,7 +115,8 @@ def measured(arm: str, seed: int, workdir: pathlib.Path) -> dict:
 def table(target: pathlib.Path):
   import tensors
 
-  rows = [json.loads(p.read_text()) for p in sorted(target.glob("*-[0-9].json"))]
+  paths = (target / f"{arm}-{seed}.json" for arm in ARMS for seed in SEEDS)
+  rows = [json.loads(path.read_text()) for path in paths if path.exists()]
   by = {arm: sorted((r for r in rows if r["arm"] == arm), key=lambda r: r["seed"]) for arm in ARMS}
   count = (len(ARMS) - 1) * len(ASKED)
   head = ["arm", "seeds"]
