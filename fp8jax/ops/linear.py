@@ -54,7 +54,7 @@ from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role
 from fp8jax.ops.operands import Operand
 from fp8jax.ops.prologue import Prologue
 from fp8jax.ops.site import ScalingInputs
-from fp8jax.ops.stored_params import cotangent, gemm_operand, residual_view
+from fp8jax.ops.stored_params import cotangent, gemm_operand, is_stored, residual_view
 from fp8jax.quantization import hadamard, tensor_stats
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.recipe.gemm import Recipe
@@ -136,13 +136,19 @@ def operand_key(spec: GemmSpec, n: int, roles: operands.Roles) -> str:
   return f"{spec.letters.batch} {spec.letters.contracted} {made}{own}"
 
 
+def _operand(spec: GemmSpec, w):
+  """A weight as its products take it; the gradient of a stored one is float32 all the same."""
+  is_wide = straight.is_needed(spec, Role.W_FWD)
+  return gemm_operand(w, not is_wide and quantizer.takes_bf16(spec))
+
+
 def forward_only(specs, x, ws, inputs):
   """One y per weight."""
   provider = OperandProvider(operands.materialize_unless_fused(specs, x))
   ys = []
   for n, (spec, w, i) in enumerate(zip(specs, ws, inputs)):
     (x_fwd,) = provider.make(spec, n, i, (Role.X_FWD,))
-    ys.append(forward(spec, x_fwd, gemm_operand(w), i)[0])
+    ys.append(forward(spec, x_fwd, _operand(spec, w), i)[0])
   return tuple(ys)
 
 
@@ -159,7 +165,7 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
   for n, (spec, w, tap, i) in enumerate(zip(specs, ws, taps, inputs)):
     if spec.is_observable:
       site_checks.refuse_sums(spec.name, x, tap)
-    w = gemm_operand(w)
+    w = _operand(spec, w)
     if spec.saves_operand:
       x_fwd, x_wgrad = provider.make(spec, n, i, (Role.X_FWD, Role.X_WGRAD))
       key = operand_key(spec, n, (Role.X_WGRAD,))
@@ -207,7 +213,7 @@ def gradients(specs, residuals: Residuals, gs):
     gs = gs.value()
   dx, dws, taps = None, [], []
   for n, (spec, stored_w, i, g) in enumerate(zip(specs, residuals.ws, residuals.inputs, gs)):
-    w = gemm_operand(stored_w)
+    w = _operand(spec, stored_w)
     g = g.astype(spec.x_dtype)  # of a float32 head it is float32
     operands_of_g, amax_g = both_of_g[n], amaxes[n]
     if operands_of_g is None:
@@ -224,7 +230,8 @@ def gradients(specs, residuals: Residuals, gs):
         x_wgrad = residuals.x_wgrad[operand_key(spec, n, (Role.X_WGRAD,))]
       else:
         (x_wgrad,) = provider.make(spec, n, i, (Role.X_WGRAD,))
-      dw = weight_gradient(spec, x_wgrad, g_wgrad, w.dtype, i, w)
+      dtype = jnp.float32 if is_stored(stored_w) else w.dtype
+      dw = weight_gradient(spec, x_wgrad, g_wgrad, dtype, i, w)
       dws.append(cotangent(stored_w, dw))
     stats_x, stats_w = residuals.stats[n]
     stats_x = provider.amax if stats_x is None else stats_x

@@ -104,6 +104,21 @@ class Quantizer:
     return choose.quantizer(matrix, self.quant, contraction, self.backend).backend == "mosaic_sm90"
 
 
+def takes_bf16(spec: GemmSpec) -> bool:
+  """Whether kernels alone read the weight, which is BF16 as well as float32 to them. XLA cannot
+  convert in a kernel: a float32 copy of a BF16 weight would be written for it, and read."""
+  matrix = jax.ShapeDtypeStruct((1, 1), jnp.bfloat16)
+
+  def of_kernel(role: Role) -> bool:
+    quant = spec.quant(role)
+    is_plain = not (spec.letters.batch or spec.rows_rotation(role) or spec.remakes(role))
+    if quant is None or not is_plain:
+      return False
+    return choose.quantizer(matrix, quant, 1, spec.backend(role.gemm)).backend == "mosaic_sm90"
+
+  return all(map(of_kernel, (Role.W_FWD, Role.W_DGRAD))) and not spec.recipe.fwd.compensates
+
+
 def signs_key(spec: GemmSpec, gemm: str, inputs: ScalingInputs):
   """The key of a GEMM's fresh signs, another one than its operands'; None if it draws none.
 

@@ -69,9 +69,15 @@ def compute_copy(w):
   return w.unpack() if isinstance(w, QuantizedTensor | StoredMatrix) else w
 
 
-def gemm_operand(w) -> Any:
-  """`compute_copy`, or the StoredMatrix that a GEMM multiplies as it is."""
+def gemm_operand(w, takes_bf16: bool = False) -> Any:
+  """`compute_copy`, or the StoredMatrix that a GEMM multiplies as it is.
+
+  Args:
+    takes_bf16: whether a SplitFloat32 may stay the BF16 half that it is.
+  """
   stored = w.stored if isinstance(w, Weight) else w
+  if takes_bf16 and isinstance(stored, SplitFloat32):
+    return stored.high
   return stored if isinstance(stored, StoredMatrix) else compute_copy(stored)
 
 

@@ -9,7 +9,9 @@ import pytest
 import variants
 from lattice import lattice
 
+from fp8jax.ops import stored_params
 from fp8jax.ops.dots import dots
+from fp8jax.quantization import bf16_remainder
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EQUATIONS = [
@@ -51,6 +53,37 @@ def test_dot_by_kernels_is_the_references(rng, recipe, eqn, sizes):
     run, args = _gemms(eqn, operands, recipe, backend)
     found.append(jax.tree.leaves(jax.jit(run)(*args)))
   for got, want in zip(*found, strict=True):
+    np.testing.assert_array_equal(got, want)
+
+
+def _copies(jaxpr, shape) -> list[str]:
+  """dtypes to which arrays of a shape are converted outside of kernels."""
+  found = []
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.shape == shape:
+      found.append(str(eqn.params["new_dtype"]))
+    if "mpmd_map" not in eqn.primitive.name:
+      for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+        if hasattr(inner, "eqns"):
+          found += _copies(getattr(inner, "jaxpr", inner), shape)
+  return found
+
+
+@pytest.mark.parametrize("recipe", ["block_128", "tensor_current"])
+def test_a_16_bit_weight_is_read_as_it_lies(rng, recipe):
+  """XLA would write a float32 copy for the quantizer's kernel. The gradient is float32."""
+  eqn, sizes = EQUATIONS[0]
+  x, w, g = (lattice(rng, *(sizes[c] for c in t)) for t in eqn.replace("->", ",").split(","))
+  stored = bf16_remainder.split(jax.numpy.asarray(w))  # the lattice is of BF16's numbers
+  weight = stored_params.Weight(stored, stored_params.grad_placeholder(stored, None, 0), None)
+  backend = "xla_sm90" if recipe == "tensor_current" else "mosaic_sm90"
+  run, args = _gemms(eqn, (x, weight, g), recipe, backend)
+  assert _copies(jax.make_jaxpr(run)(*args).jaxpr, w.shape) == []
+  (y,), dx, (dw,) = jax.jit(run)(*args)
+  run, args = _gemms(eqn, (x, w, g), recipe, "reference")
+  (y_want,), dx_want, (dw_want,) = jax.jit(run)(*args)
+  assert dw.placeholder.dtype == np.float32
+  for got, want in ((y, y_want), (dx, dx_want), (dw.placeholder, dw_want)):
     np.testing.assert_array_equal(got, want)
 
 
