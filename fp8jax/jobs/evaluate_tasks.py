@@ -63,9 +63,8 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
 
 def asker(spec: train_spec.TrainSpec, tokenizer: Tokenizer, needs_chat: bool) -> run_lib.Ask:
   """Writes prompts by the chat template (eval.chat, or the task's protocol), or as plain text."""
-  of_data = (spec.data.chat_template, spec.data.template_date)
   is_chat = spec.of(Tasks).chat or needs_chat
-  template = generator_lib.chat_template(tokenizer, *of_data) if is_chat else None
+  template = generator_lib.template_of(spec.data, tokenizer) if is_chat else None
 
   def ask(task: Task, item: Item) -> tuple[str, Sequence[int]]:
     user = task.user_text(item)

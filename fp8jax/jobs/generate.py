@@ -123,8 +123,7 @@ def _encoded(records, generator, data) -> tuple[list[str], list[list[int]]]:
   is_chat = any("messages" in record for record in records)
   template = None
   if is_chat:
-    of_data = (data.chat_template, data.template_date)
-    template = generator_lib.chat_template(generator.tokenizer, *of_data)
+    template = generator_lib.template_of(data, generator.tokenizer)
   texts, prompts = [], []
   for record in records:
     if template is not None and "messages" in record:

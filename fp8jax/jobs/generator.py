@@ -5,6 +5,7 @@ import os
 from fp8jax import console as console_lib
 from fp8jax import hub
 from fp8jax.data.chat.template import ChatTemplate
+from fp8jax.data.config import DataConfig
 from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.generation import api, weights
@@ -52,6 +53,11 @@ def settings_folder(spec: train_spec.TrainSpec, workdir: str) -> str:
   if os.path.isdir(kept):
     return kept
   return spec.init.hf if spec.init.hf and os.path.isdir(hub.local(spec.init.hf)) else ""
+
+
+def template_of(data: DataConfig, tokenizer: Tokenizer | None = None) -> ChatTemplate:
+  """`chat_template` of a run's data, or of another tokenizer with its settings."""
+  return chat_template(tokenizer or data.tokenizer, data.chat_template, data.template_date)
 
 
 def chat_template(tokenizer: Tokenizer, template: str = "", date: str = "") -> ChatTemplate:

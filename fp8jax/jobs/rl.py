@@ -48,15 +48,6 @@ class Questions(batch_sharding.Batches):
     return self._prompts[int(next(self.iterator))]
 
 
-class PairBatches(batch_sharding.Batches):
-  """The pairs of rl.pairs in the place of a run's data."""
-
-  def __init__(self, spec: TrainSpec, stored: pairs.Pairs):
-    super().__init__(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
-    of = self.spread.local_batch, spec.data, self.spread.shard
-    self.iterator = pairs.batches(stored, *of)
-
-
 def questions(spec: TrainSpec) -> list[rollout.Question]:
   """The prompts to learn from.
 
@@ -321,10 +312,9 @@ def _of_questions(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
 
 def _of_pairs(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
   data = spec.data
-  of_template = data.tokenizer, data.chat_template, data.template_date
-  template = functools.partial(generator_lib.chat_template, *of_template)
+  template = functools.partial(generator_lib.template_of, data)
   stored = pairs.Pairs(spec.of(RL).pairs, pairs.Encoder(data, template))
   text = repr([stored.fingerprint(), data.tokenizer.fingerprint, data.seq_len, data.seed])
   fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
-  open_ = lambda spec: PairBatches(spec, stored)  # noqa: E731
+  open_ = lambda spec: pairs.Batches(spec, stored)  # noqa: E731
   return train.Feed(fingerprint, open_, asks=True), reward.of_verifiers

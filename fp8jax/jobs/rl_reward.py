@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8jax.data import batch_sharding
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.jobs import run_state, train
 from fp8jax.ops import site
@@ -44,15 +43,6 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   return texts
 
 
-class Batches(batch_sharding.Batches):
-  """The pairs of a run in the place of its data."""
-
-  def __init__(self, spec: TrainSpec, pairs: pairs_lib.Pairs):
-    super().__init__(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
-    of_run = spec.global_batch, spec.data, self.spread.shard
-    self.iterator = pairs_lib.batches(pairs, *of_run, ranking.laid_out)
-
-
 class RewardState(run_state.RunState):
   """The state of a run that trains a reward head."""
 
@@ -71,8 +61,7 @@ def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
     UserError, FileNotFoundError: of a line or file of pairs.
   """
   own, data, rows = spec.of(RL), spec.data, spec.eval.batch
-  of_data = data.tokenizer, data.chat_template, data.template_date
-  template = functools.partial(generator_lib.chat_template, *of_data)
+  template = functools.partial(generator_lib.template_of, data)
   encoder = pairs_lib.Encoder(data, template, is_scored=True)
   learned = pairs_lib.Pairs(own.pairs, encoder)
   heldout = [*pairs_lib.Pairs(own.eval_pairs, encoder)] if own.eval_pairs else []
@@ -81,6 +70,7 @@ def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
     for n in range(0, len(heldout), rows // 2)
   ]
   fingerprint = f"{learned.fingerprint()} {data.tokenizer.fingerprint}"
-  feed = train.Feed(fingerprint, lambda spec: Batches(spec, learned))
+  open_ = lambda spec: pairs_lib.Batches(spec, learned, ranking.laid_out)  # noqa: E731
+  feed = train.Feed(fingerprint, open_)
   make = functools.partial(RewardState, batches)
   return train.run(spec, workdir, make_state=make, feed=feed)

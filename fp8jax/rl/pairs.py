@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8jax.data import loader, reading, sources
+from fp8jax.data import batch_sharding, loader, reading, sources
 from fp8jax.data.chat import conversation, encode
 from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.data.config import DataConfig
 from fp8jax.errors import UserError
 from fp8jax.rl import rollout
+from fp8jax.step.train_spec import TrainSpec
 
 CHOSEN, REJECTED = "chosen", "rejected"
 FORM = (
@@ -204,6 +205,16 @@ def laid_out(pairs: Sequence[Pair], length: int, rows: int = 0) -> dict[str, np.
       own = rollout.put(batch, row, pair.prompt, answer)
       batch["weights_BL"][row, own] = 1 / (2 * len(pairs) * len(answer))
   return batch
+
+
+class Batches(batch_sharding.Batches):
+  """Pairs in the place of a run's data."""
+
+  def __init__(self, spec: TrainSpec, stored: Pairs, lay: Callable = laid_out):
+    """Args: lay: see `batches`."""
+    super().__init__(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
+    of = self.spread.local_batch, spec.data, self.spread.shard
+    self.iterator = batches(stored, *of, lay)
 
 
 def batches(pairs: Pairs, rows: int, data: DataConfig, shard: loader.Shard, lay=laid_out):
