@@ -26,10 +26,10 @@ from sums import is_right, prompt, sets, solution
 
 import numpy as np  # isort: skip
 
-from fp8jax import records, statistics  # isort: skip
+from fp8jax import records  # isort: skip
 from fp8jax.run import provenance  # isort: skip
 
-HERE, SEEDS, MARGIN, STEPS, SAMPLES = sums.HERE, sums.SEEDS, sums.MARGIN, 96, 8
+HERE, MARGIN, SEEDS, START, STEPS, SAMPLES = sums.HERE, sums.MARGIN, (0, 1, 2), 512, 96, 8
 RANKING_STEPS = 200
 RANKED = 400  # of the learned questions, those whose pairs are held out
 BASELINE, NULL = "solutions", "solutions, one ulp away"
@@ -117,7 +117,7 @@ def ranked(seed: int, target: pathlib.Path, drawn) -> dict:
 def run(target: pathlib.Path):
   target.mkdir(parents=True, exist_ok=True)
   for seed in SEEDS:
-    start = sums.begun(seed, target)
+    start = sums.begun(seed, target, START)
     drawn = answers(start, sets()[1], target / f"drawn-{seed}.jsonl", seed, SAMPLES)
     held = answers(start, sets()[2], target / f"start-{seed}.held_out.jsonl", seed, 1)
     for arm in ARMS:
@@ -141,19 +141,14 @@ def table(target: pathlib.Path):
   rankings = [json.loads(p.read_text()) for p in sorted(target.glob("ranking-*.json"))]
   by = {arm: sorted((r for r in rows if r["arm"] == arm), key=lambda r: r["seed"]) for arm in ARMS}
   head = ["arm", "texts, by seed", "right before, %", "after, %", f"minus `{BASELINE}`, points",
-          "by seed", "verdict"]  # fmt: skip
+          "verdict"]  # fmt: skip
   lines = []
   for arm, runs in by.items():
     before, after = (np.array([r[k] for r in runs], float) for k in ("before", "right"))
     cells = [arm, ", ".join(f"{r['texts']:,}" for r in runs)]
     cells += [f"{100 * x.mean():.1f}" for x in (before, after)]
-    if arm == BASELINE:
-      lines.append([*cells, "", "", ""])
-      continue
     against = np.array([r["right"] for r in by[BASELINE]], float)
-    c = statistics.compare(after, against, MARGIN, count=len(ARMS) - 1)
-    by_seed = ", ".join(f"{d:+.1f}" for d in c.by_seed)
-    cells += [f"{c.difference:+.1f} [{c.low:+.1f}, {c.high:+.1f}]", by_seed, c.sentence]
+    cells += sums.difference(after, against, len(ARMS) - 1) if arm != BASELINE else ["", ""]
     lines.append(cells)
   text = tensors.markdown(head, lines)
   head = ["seed", "pairs learned", "pairs ranked", "right before, %", "after, %", "margin"]

@@ -8,12 +8,12 @@ hardware:  two CPU cores, 3 GB
 
 Per seed: random weights learn to write sums of two numbers below 100 with their working
 ("47+85=7+5=12,40+80=120;132") from examples alone, for so many steps that 30 to 70 % of the
-held-out ones are right. Every arm goes on from these weights with the same questions: 30 steps of
-DAPO's objective, two per rollout of 64 questions with 8 completions each. Held-out sums are
-answered in the arm's own forward pass, greedily and four times at the temperature of training. The
-null arm is `bf16` from weights one float32 ulp larger. Arms, margin (5 points), seeds and the
-correction for their number were fixed before the first run; start, batch and rate are those of
-pilots in which `bf16` learned (README).
+held-out ones are right; seeds whose start is not are passed over. Every arm goes on from these
+weights with the same questions: 30 steps of DAPO's objective, two per rollout of 64 questions with
+8 completions each. Held-out sums are answered in the arm's own forward pass, greedily and four
+times at the temperature of training. The null arm is `bf16` from weights one float32 ulp larger.
+Arms, margin (5 points) and the correction for their number were fixed before the first run; batch
+and rate are those of pilots with seed 0, in which `bf16` learned (README).
 """
 
 import argparse
@@ -25,12 +25,14 @@ import sums  # first: it puts the repository on the path
 import numpy as np  # isort: skip
 
 from configs import base  # isort: skip
-from fp8jax import records, statistics  # isort: skip
+from fp8jax import records  # isort: skip
 from fp8jax.evaluation import store  # isort: skip
 from fp8jax.jobs import dispatch  # isort: skip
 from fp8jax.run import metrics_writer, provenance  # isort: skip
 
-HERE, SEEDS, MARGIN, STEPS = sums.HERE, sums.SEEDS, sums.MARGIN, 30
+HERE, MARGIN, START, STEPS = sums.HERE, sums.MARGIN, 256, 30
+# The first three behind the pilots' whose starts are within LEAST and MOST, found before any arm.
+SEEDS, LEAST, MOST = (1, 2, 4), 0.3, 0.7
 BASELINE, NULL = "bf16", "bf16, one ulp away"
 # Of the held-out questions: samples and temperature.
 ASKED = {"held_out": (1, 0.0), "held_out_sampled": (4, 1.0)}
@@ -84,15 +86,18 @@ def learn(arm: str, seed: int, target: pathlib.Path) -> pathlib.Path:
 
 
 def run(target: pathlib.Path, only: list[str]):
-  if not (target / "learned.json").exists():
-    prepare(target)
+  prepare(target)
   for seed in SEEDS:
-    sums.begun(seed, target)
+    sums.begun(seed, target, START)
     for arm in only or ARMS:
       path = target / f"{arm}-{seed}.json"
       if not path.exists():
-        workdir = learn(arm, seed, target)
-        records.write_atomic(str(path), records.to_json(measured(arm, seed, workdir)))
+        row = measured(arm, seed, learn(arm, seed, target))
+        if not LEAST <= (begins := np.mean(row["right"]["0"]["held_out"])) <= MOST:
+          raise SystemExit(
+            f"seed {seed} begins at {begins:.3f}, outside of the design: take another"
+          )
+        records.write_atomic(str(path), records.to_json(row))
 
 
 def measured(arm: str, seed: int, workdir: pathlib.Path) -> dict:
@@ -132,7 +137,8 @@ def table(target: pathlib.Path):
     for name in ASKED:
       before, after = (np.array([r["right"][s][name] for r in runs]) for s in ("0", str(STEPS)))
       cells += [f"{100 * before.mean():.1f}", f"{100 * after.mean():.1f}"]
-      cells += _difference(runs, by[BASELINE], name, after, count) if arm != BASELINE else ["", ""]
+      against = np.array([r["right"][str(STEPS)][name] for r in by[BASELINE]])
+      cells += sums.difference(after, against, count) if arm != BASELINE else ["", ""]
     each = {k: [np.mean(r["metrics"][k]) for r in runs] for k in runs[0]["metrics"]}
     most = max(max(r["metrics"]["rl/mismatch"]) for r in runs)
     cells += [f"{np.mean(each['rl/mismatch']):.2g}", f"{most:.2g}"]
@@ -140,17 +146,6 @@ def table(target: pathlib.Path):
     lines.append(cells)
   (HERE / "small.json").write_text(json.dumps({"rows": rows}) + "\n")
   tensors.write_table(HERE, tensors.markdown(head, lines))
-
-
-def _difference(runs, baselines, name: str, after, count: int) -> list[str]:
-  """[interval and differences by seed, verdict] of an arm; empty without the baseline's seeds."""
-  base_of = {r["seed"]: r["right"][str(STEPS)][name] for r in baselines}
-  if not all(r["seed"] in base_of for r in runs):
-    return ["", ""]
-  against = np.array([base_of[r["seed"]] for r in runs])
-  c = statistics.compare(after, against, MARGIN, count=count)
-  by_seed = ", ".join(f"{d:+.1f}" for d in c.by_seed)
-  return [f"{c.difference:+.1f} [{c.low:+.1f}, {c.high:+.1f}] ({by_seed})", c.sentence]
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ sys.path[:0] = [str(ROOT), str(HERE.parent / "lab")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from configs import base, pretrain_tiny  # noqa: E402
-from fp8jax import records  # noqa: E402
+from fp8jax import records, statistics  # noqa: E402
 from fp8jax.jobs import dispatch  # noqa: E402
 
-SEEDS, START, MARGIN = (0, 1, 2), 512, 5.0
+MARGIN = 5.0
 EXAMPLES, LEARNED, HELD_OUT = 6_000, 2_000, 400
 MOST_TOKENS = 24  # of an answer and its end; the longest has 23
 Pair = tuple[int, int]
@@ -71,10 +71,10 @@ def examples(seed: int, target: pathlib.Path) -> pathlib.Path:
   return path
 
 
-def begun(seed: int, target: pathlib.Path) -> pathlib.Path:
-  """The workdir of the weights that all arms of a seed begin with."""
+def begun(seed: int, target: pathlib.Path, steps: int) -> pathlib.Path:
+  """The workdir of the weights that all arms of a seed begin with, after so many steps."""
   c = configuration("bf16", seed)
-  c.steps, c.global_batch, c.seq_len = START, 8, 256
+  c.steps, c.global_batch, c.seq_len = steps, 8, 256
   call("train", c, target / f"start-{seed}", examples(seed, target))
   return target / f"start-{seed}"
 
@@ -84,3 +84,19 @@ def continued(recipe: str, seed: int, target: pathlib.Path):
   c = configuration(recipe, seed)
   c.init.workdir, c.init.weights_only = str(target / f"start-{seed}"), True
   return c
+
+
+def difference(after_RI, against_RI, count: int) -> list[str]:
+  """[points with Student's interval over seeds and its values, verdict] of an arm and its baseline.
+
+  Args:
+    after_RI, against_RI: shares right, [seeds, questions].
+    count: of intervals that hold together.
+  """
+  if after_RI.shape != against_RI.shape:
+    return ["", "no verdict: seeds are missing"]
+  e = statistics.estimate(100 * (after_RI - against_RI).mean(1), count)
+  words = ("parity", "worse", statistics.TOO_SHORT)
+  by_seed = ", ".join(f"{d:+.1f}" for d in e.by_seed)
+  word = statistics.verdict(-e.high, -e.low, MARGIN, words)
+  return [f"{e.mean:+.1f} [{e.low:+.1f}, {e.high:+.1f}] ({by_seed})", word]

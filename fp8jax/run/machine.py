@@ -5,6 +5,7 @@ on a machine without a driver.
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -25,9 +26,11 @@ def driver_version() -> str | None:
 
 
 def compute_capability() -> int:
-  """Of the first NVIDIA GPU, 90 for 9.0; 0 where none is visible. JAX stays away."""
-  words = _nvidia_smi("compute_cap") if visible_gpus() else []
-  return int(words[0].replace(".", "")) if words else 0
+  """Of the first visible NVIDIA GPU, 90 for 9.0; 0 where nobody says it. JAX stays away."""
+  gpus = visible_gpus()
+  words = _nvidia_smi("compute_cap", "-i", gpus[0]) if gpus else []
+  number = re.fullmatch(r"(\d+)\.(\d)", words[0]) if words else None
+  return int(number[1] + number[2]) if number else 0
 
 
 def visible_gpus() -> list[str]:
@@ -37,12 +40,12 @@ def visible_gpus() -> list[str]:
   return _nvidia_smi("index")
 
 
-def _nvidia_smi(query: str) -> list[str]:
+def _nvidia_smi(query: str, *options: str) -> list[str]:
   """Words of the answer, one per GPU; [] without one."""
   program = shutil.which("nvidia-smi")
   if program is None:
     return []
-  words = [program, f"--query-gpu={query}", "--format=csv,noheader"]
+  words = [program, f"--query-gpu={query}", "--format=csv,noheader", *options]
   try:
     answer = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S)
   except (OSError, subprocess.TimeoutExpired):

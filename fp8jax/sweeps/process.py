@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import jax
 
 from fp8jax.errors import UserError
+from fp8jax.kernels import choose
 from fp8jax.run import machine, workdir
 from fp8jax.sweeps import outcome as outcome_lib
 from fp8jax.sweeps.outcome import Outcome
@@ -39,16 +40,33 @@ class Slot:
     return words
 
 
-def _gpus() -> Sequence[str]:
-  return () if jax.config.jax_platforms == "cpu" else machine.visible_gpus()
+@dataclasses.dataclass(frozen=True)
+class Here:
+  """The machine that trials run on.
+
+  Attributes:
+    gpus: their names in CUDA_VISIBLE_DEVICES; () where trials compute on the CPU.
+    device: of a trial; None if nvidia-smi does not say what its GPU is.
+    num_devices: of a trial: its GPU, or those that JAX makes of the CPU.
+  """
+
+  gpus: tuple[str, ...]
+  device: choose.Device | None
+  num_devices: int
 
 
-def num_devices() -> int:
-  """Devices of a trial: its GPU, or those that JAX makes of the CPU."""
-  return 1 if _gpus() else jax.device_count()
+def here() -> Here:
+  """This machine. Where it has GPUs, JAX computes on the CPU in this process from now on: it takes
+  most of a GPU's memory as soon as it is asked for anything, and that is the trials'."""
+  gpus = () if jax.config.jax_platforms == "cpu" else tuple(machine.visible_gpus())
+  if not gpus:
+    return Here((), choose.current_device(), jax.device_count())
+  number = machine.compute_capability()
+  jax.config.update("jax_platforms", "cpu")
+  return Here(gpus, choose.Device("gpu", number) if number else None, 1)
 
 
-def slots(parallel: int) -> list[Slot]:
+def slots(parallel: int, gpus: Sequence[str]) -> list[Slot]:
   """Shares of this machine: GPUs, or without a GPU the cores, in equal parts.
 
   More trials than GPUs share them, each with its part of the memory. That pays where a trial fills
@@ -56,11 +74,11 @@ def slots(parallel: int) -> list[Slot]:
 
   Args:
     parallel: how many; 0: one per GPU, or one per core.
+    gpus: of `here`.
 
   Raises:
     UserError: there are fewer cores.
   """
-  gpus = _gpus()
   if gpus:
     sharers = -(-parallel // len(gpus)) if parallel else 1
     memory = (("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{_SHARED_MEMORY / sharers:.3f}"),)

@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import rich.console
 
 from fp8jax import console as console_lib
@@ -51,7 +52,12 @@ def run(
     raise UserError(f"--parallel={parallel}: expected 1 or more, or 0 for one per GPU or core")
   if is_mapped and (submit or is_printed):
     raise UserError("--vmap starts no trial by itself; leave --submit, --print or --vmap out")
-  sweep = spec.load(path, None if submit else process.num_devices())
+  # Trials of a scheduler run elsewhere; mapped ones in this process, on its own devices.
+  own = None if submit or is_mapped else process.here()
+  if own is not None and own.device is not None:
+    sweep = spec.load(path, own.num_devices, own.device)
+  else:
+    sweep = spec.load(path, jax.device_count() if is_mapped else None)
   if sweep.search is not None and (is_mapped or is_printed):
     raise UserError("a search suggests points from objectives; leave --vmap and --print out")
   out = console_lib.console()
@@ -61,7 +67,8 @@ def run(
         print(process.shown(trial))
     return 0
   records.make_folder(folder, "--workdir")
-  begin = None if is_mapped else _starter(sweep, root, folder, parallel, submit)
+  gpus = own.gpus if own else ()
+  begin = None if is_mapped else _starter(sweep, root, folder, parallel, submit, gpus)
   table.claim(folder, path, sweep)
   if begin is None:
     results = _mapped(sweep, folder, parallel, out)
@@ -96,12 +103,12 @@ def _ended(sweep, path: str, folder: str, results: table.Results, code, out) -> 
   return int(any(o.status not in ("finished", "diverged") for _, o in results))
 
 
-def _starter(sweep, root: str, folder: str, parallel: int, submit: str):
+def _starter(sweep, root: str, folder: str, parallel: int, submit: str, gpus: Sequence[str]):
   """([a place per trial at a time], (trial, place) -> Handle)."""
   if submit:
     executor = slurm.Executor(sweep, submit, folder, root)
     return [None] * (parallel or len(sweep)), lambda trial, place: executor.start(trial)
-  return process.slots(parallel), lambda trial, place: process.Child(
+  return process.slots(parallel, gpus), lambda trial, place: process.Child(
     process.command(trial, root, place), trial, sweep.stop_above
   )
 

@@ -13,14 +13,11 @@ import runpy
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-import jax
-
 from fp8jax import hub
 from fp8jax.config import files as config_files
 from fp8jax.config import named, precision, registry, resolve
 from fp8jax.errors import ConfigError, ConfigErrors, UserError, inside
 from fp8jax.kernels import choose
-from fp8jax.run import machine
 
 Point = dict[str, Any]
 
@@ -315,12 +312,13 @@ def _text(value: Any) -> str:
   return f"{text}_{hashlib.sha256(whole.encode()).hexdigest()[:6]}"
 
 
-def load(path: str, here: int | None = 1) -> Sweep:
+def load(path: str, here: int | None = 1, device: choose.Device | None = None) -> Sweep:
   """The SWEEP of a file, whose trials can start.
 
   Args:
     path: of the file.
     here: devices of a trial on this machine; None where trials run on others.
+    device: what they are; None: that of this process.
 
   Raises:
     UserError: with what is wrong with it, or with the configurations of its trials.
@@ -331,11 +329,13 @@ def load(path: str, here: int | None = 1) -> Sweep:
     sweep = runpy.run_path(path).get("SWEEP")
     if not isinstance(sweep, Sweep):
       raise UserError("defines no SWEEP; write `SWEEP = fp8jax.sweeps.spec.Sweep(...)` in it")
-  check(sweep, path, here)
+  check(sweep, path, here, device)
   return sweep
 
 
-def check(sweep: Sweep, where: str, here: int | None = 1):
+def check(
+  sweep: Sweep, where: str, here: int | None = 1, device: choose.Device | None = None
+):  # fmt: skip
   """Raises ConfigError where a trial could not start; see `load`."""
   problems = ConfigErrors()
   problems.check(
@@ -359,18 +359,12 @@ def check(sweep: Sweep, where: str, here: int | None = 1):
   drawn = {key: one.draw(random.Random(0)) for key, one in distributions.items()}
   for arm, point in itertools.product(sweep.arms, sweep.points()):
     trial = sweep.trial("", arm, {**point, **drawn}, sweep.seeds[0])
-    problems.attempt(lambda trial=trial: _check_trial(trial, here))
+    problems.attempt(lambda trial=trial: _check_trial(trial, here, device))
   problems.found = list(dict.fromkeys(problems.found))
   problems.refuse()
 
 
-def _device() -> choose.Device:
-  """That of a trial. JAX is not asked: this process would take the GPU's memory from the trials."""
-  number = 0 if jax.config.jax_platforms == "cpu" else machine.compute_capability()
-  return choose.Device("gpu", number) if number else choose.current_device()
-
-
-def _check_trial(trial: Trial, here: int | None):
+def _check_trial(trial: Trial, here: int | None, device: choose.Device | None):
   """Refuses a configuration that launch.py would refuse; elsewhere, whatever its devices."""
   c = named.load(trial.config, trial.changes)
   try:
@@ -380,7 +374,7 @@ def _check_trial(trial: Trial, here: int | None):
       precision.read(c)
       return
     hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
-    resolve.resolve(c, here, _device())
+    resolve.resolve(c, here, device or choose.current_device())
   except (ValueError, OSError) as e:
     said = e.problems if isinstance(e, ConfigError) else [str(e)]
     raise ConfigError([f"{trial.config}: {problem}" for problem in said]) from e

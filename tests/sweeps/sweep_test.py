@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import pathlib
+import shutil
 import signal
 import sys
 import threading
@@ -215,7 +217,7 @@ def test_workdirs_are_named_by_what_differs(folder):
 
 @pytest.fixture
 def two_gpus(tmp_path, monkeypatch):
-  """nvidia-smi answers for two Hoppers, and JAX may not be asked for its devices."""
+  """nvidia-smi answers for two Hoppers; what is asked of jax.config."""
   answer = 'case "$1" in *index*) printf "0\\n1\\n";; *compute_cap*) printf "9.0\\n9.0\\n";; esac'
   program = tmp_path / "bin" / "nvidia-smi"
   program.parent.mkdir()
@@ -223,29 +225,34 @@ def two_gpus(tmp_path, monkeypatch):
   program.chmod(0o755)
   monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
   monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-  anywhere = types.SimpleNamespace(config=types.SimpleNamespace(jax_platforms=None))
-  for module in (process, spec):
-    monkeypatch.setattr(module, "jax", anywhere)
-  monkeypatch.setattr(choose.jax, "devices", lambda *_: pytest.fail("JAX takes the GPU's memory"))
+  asked = {}
+  config = types.SimpleNamespace(jax_platforms=None, update=asked.__setitem__)
+  monkeypatch.setattr(process, "jax", types.SimpleNamespace(config=config))
+  return asked
 
 
-def test_trials_share_gpus(two_gpus):
-  where = [dict(slot.environment) for slot in process.slots(5)]
+def test_trials_share_gpus():
+  where = [dict(slot.environment) for slot in process.slots(5, ("0", "1"))]
   assert [e["CUDA_VISIBLE_DEVICES"] for e in where] == ["0", "1", "0", "1", "0"]
   shares = {float(e["XLA_PYTHON_CLIENT_MEM_FRACTION"]) for e in where}
   assert len(shares) == 1 and 3 * shares.pop() <= 0.8 + 1e-3  # three have the first
   for parallel, count in ((0, 2), (1, 1), (2, 2)):  # none shares: JAX's own part of the memory
-    where = [dict(slot.environment) for slot in process.slots(parallel)]
+    where = [dict(slot.environment) for slot in process.slots(parallel, ("0", "1"))]
     assert len(where) == count and all(list(e) == ["CUDA_VISIBLE_DEVICES"] for e in where)
 
 
 def test_a_sweep_is_checked_for_the_gpu_of_its_trials(two_gpus, repository, monkeypatch):
-  """Without JAX, which takes most of a GPU's memory when it is asked for its devices."""
+  """Its own process computes on the CPU: JAX takes most of a GPU's memory, which is the trials'."""
   monkeypatch.chdir(repository)
+  here = process.here()
+  assert here == process.Here(("0", "1"), choose.Device("gpu", 90), 1)
+  assert two_gpus == {"jax_platforms": "cpu"}
   for recipe, said in (("block_128", ""), ("nvfp4", "no FP8 kernel|runs on")):
     sweep = spec.Sweep("configs/debug.py", arms=(recipe,))
     with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
-      spec.check(sweep, "here", 1)
+      spec.check(sweep, "here", here.num_devices, here.device)
+  (pathlib.Path(shutil.which("nvidia-smi"))).write_text("#!/bin/sh\necho '[N/A]'\n")
+  assert process.here().device is None
 
 
 def test_single_losses_that_are_not_finite_are_no_divergence():
