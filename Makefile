@@ -1,7 +1,7 @@
 # make run    set everything up and continue the pre-training of SmolLM2-135M in block FP8: on a GPU
 #             where there is an NVIDIA driver (JAX_PLATFORMS=cpu make run: not), else on the CPU
 # make recipe the whole recipe in miniature: CPT, two stages of SFT, evaluation, FP8 export, an answer
-# make rl     the third stage: fine-tuning on sums, then reinforcement learning from a verifier
+# make rl     fine-tuning on sums, then reinforcement learning from a verifier
 # make test   set everything up and run the default test suite;  make test JAX=0.11.2  on another jax
 # make test-all, test-aot, test-aot-all   slow tests too; programs for GPUs that are not there, the slow of these too
 # make test-browser  the pages of reports in chromium
@@ -26,7 +26,7 @@ recipe: wheels $(MODEL)/model.safetensors
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[eval]"
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python experiments/2025_infir2/recipe.py
 
-# Reinforcement learning of SmolLM2-135M on sums, an hour on two cores; it resumes where it stopped.
+# Reinforcement learning of SmolLM2-135M on sums; it resumes where it stopped.
 rl: wheels $(MODEL)/model.safetensors
 	$(BIN)/python experiments/sft_demo/prepare_data.py assets/sft_demo
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python launch.py --config=configs/sft_smollm2.py:stage1

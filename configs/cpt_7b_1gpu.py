@@ -9,8 +9,9 @@ command:   as for configs/cpt_7b.py, then
            python launch.py --config=configs/cpt_7b_1gpu.py
            (memory.gpu_fraction: by itself JAX takes three quarters of the GPU, 55.9 GiB)
 hardware:  1 x H100 with 80 GB
-expected:  65.4 GiB of its 74.5 and 820 ms per step, 9,990 tokens/s, on an H100 from random weights
-           (experiments/gpu_check/results); loss: not yet measured
+expected:  820 ms per step, 9,990 tokens/s, on an H100 from random weights; 65.4 GiB of its 74.5
+           with XLA's AdamW, which takes 994 ms (experiments/gpu_check/results); loss: not yet
+           measured
 """
 
 import math

@@ -44,7 +44,7 @@ class Key:
     meaning: for --explain and the guide, unit included.
     least: the smallest number, or None.
     choices: the values of a name, or None.
-    refused: values that users look for and that are none of the choices, with the reason.
+    refused: values that users expect and that are none of the choices, with the reason.
     affects: what another value changes.
     is_mapped: whether a mapped sweep honours the key (sweeps/stacked.py reads it, or training does
       not); one that it does not must have its default.

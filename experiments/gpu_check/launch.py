@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gpu_check import records
-from gpu_check.worker import Absent, Context, Wrong
+from gpu_check.worker import Absent, Context, Cut, Wrong
 
 NEEDED = ("grain", "ml_collections", "msgspec", "orbax.checkpoint", "tensorboardX", "absl")
-_POLL_S = 0.2
+_POLL_S, _CUT = 0.2, "was out of time"
 
 
 def missing() -> list[str]:
@@ -46,7 +46,8 @@ def run(
 
   Raises:
     Absent: a package of the trainer.
-    Wrong: the run ends with an error, or time is up before `steps`.
+    Wrong: the run ends with an error, or before `steps`.
+    Cut: time is up before.
   """
   if absent := missing():
     raise Absent(f"not installed: {', '.join(absent)}; --wheels FOLDER adds them")
@@ -65,6 +66,8 @@ def run(
       process.kill()
       process.wait()
     print(text := log.read_text()[-8000:], flush=True)
+    if ended == _CUT:
+      raise Cut(f"launch.py {ended}", _rows(pathlib.Path(folder)))
     if ended:
       lines = text.strip().splitlines() or ["no message"]
       errors = [line for line in lines if line.startswith("error:")]
@@ -79,7 +82,7 @@ def _wait(context: Context, process, folder: pathlib.Path, steps: int) -> str:
     if steps and any(row["step"] >= steps and "loss" in row for row in _rows(folder)):
       return ""
     if time.monotonic() > context.deadline:
-      return "was out of time"
+      return _CUT
     time.sleep(_POLL_S)
   code = process.returncode
   return f"ended with {code}" if code else f"ended before step {steps}" if steps else ""

@@ -6,6 +6,7 @@ A record is {"line", "key", "status", "values" or "why", "seconds", "time"}. Sta
   wrong    a result is not what the oracle says; nothing was timed
   failed   an exception; `why` is its first line
   absent   a rival that the machine does not have; `why` says what is missing
+  cut      a run that its time limit ended; a second call measures it again
   begun    written before a line is measured: a line that stays so ended its process
 
 `key` names what the results belong to: commit, sources, device, jax. Other records are ignored.
@@ -55,8 +56,9 @@ def unfinished(names, found: dict[str, dict[str, Any]]) -> list[str]:
 def sources() -> str:
   """Hash of the program: the package and what this script runs."""
   digest = hashlib.sha256()
-  folders = ("fp8jax", "experiments/gpu_check", "experiments/bench/kernels")
+  folders = ("fp8jax", "configs", "experiments/gpu_check", "experiments/bench/kernels")
   files = [ROOT / "experiments" / "bench" / "timing.py", ROOT / "experiments" / "gpu_check.py"]
+  files += [ROOT / "launch.py", ROOT / "experiments" / "2026_hopper" / "arms.py"]
   files += [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
   for path in sorted(files):
     digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())

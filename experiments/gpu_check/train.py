@@ -8,10 +8,11 @@ import statistics
 from typing import Any
 
 from gpu_check import launch
-from gpu_check.worker import Context, Wrong
+from gpu_check.worker import Context, Cut, Wrong
 
 WARM_UP = 3  # the first step compiles, the second reads what the first left
 TRACED = 8  # this step's kernels are traced; it is not among the timed ones
+ENOUGH = 4  # timed steps, of a run that is cut
 
 
 def run(context: Context, config: str, steps: int) -> dict[str, Any]:
@@ -23,13 +24,26 @@ def run(context: Context, config: str, steps: int) -> dict[str, Any]:
 
   Raises:
     Absent, Wrong: as launch.run; a loss is not finite.
+    Cut: time was up before ENOUGH steps were timed.
   """
   traced: dict[str, Any] = {}
-  rows = launch.run(
-    context, config, [f"--config.log.profile=({TRACED - 1},1)"], shared=False, steps=steps,
-    and_then=functools.partial(_by_kernel, traced),
-  )  # fmt: skip
+  try:
+    rows = launch.run(
+      context, config, [f"--config.log.profile=({TRACED - 1},1)"], shared=False, steps=steps,
+      and_then=functools.partial(_by_kernel, traced),
+    )  # fmt: skip
+  except Cut as e:
+    if len(_timed(e.rows)) < ENOUGH:
+      raise
+    rows = e.rows
   return judge(rows) | traced
+
+
+def _timed(rows: list[dict[str, Any]]) -> list[float]:
+  """Milliseconds of every step that counts; the trace is begun before its step, written after."""
+  ends = {row["step"]: row["elapsed_seconds"] for row in rows if "loss" in row}
+  timed = [s for s in ends if s > WARM_UP and s not in (TRACED - 1, TRACED, TRACED + 1)]
+  return [1e3 * (ends[s] - ends[s - 1]) for s in timed]
 
 
 def _by_kernel(found: dict[str, Any], workdir: pathlib.Path):
@@ -49,18 +63,15 @@ def judge(rows: list[dict[str, Any]]) -> dict[str, Any]:
   losses = [float(row["loss"]) for row in steps]
   if not all(map(math.isfinite, losses)):
     raise Wrong(f"losses {losses}")
-  ends = {row["step"]: row["elapsed_seconds"] for row in steps}
-  # The trace is begun before its step and written after it.
-  timed = [s for s in ends if s > WARM_UP and s not in (TRACED - 1, TRACED, TRACED + 1)]
-  each = [1e3 * (ends[s] - ends[s - 1]) for s in timed]
+  each = _timed(rows)
   last, step_ms = steps[-1], statistics.median(each)
   tokens = last["tokens_per_second"] * last["step_seconds"]
-  found = {
+  values = {
     "step_ms": step_ms, "spread_ms": max(each) - min(each), "steps": len(each),
     "tokens_per_second": 1e3 * tokens / step_ms, "memory_gib": last.get("memory_peak_gib"),
     "fp8_share": last.get("fp8_flops_share"), "seconds_to_step_1": steps[0]["elapsed_seconds"],
     "losses": losses,
   }  # fmt: skip
   if "mfu" in last:
-    found["mfu"] = last["mfu"] * 1e3 * last["step_seconds"] / step_ms
-  return found
+    values["mfu"] = last["mfu"] * 1e3 * last["step_seconds"] / step_ms
+  return values

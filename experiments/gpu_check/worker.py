@@ -31,6 +31,18 @@ class Wrong(Exception):
   """A result that the oracle contradicts; the message says where and by how much."""
 
 
+class Cut(Exception):
+  """A run that its time limit ended; a second call measures the line again.
+
+  Attributes:
+    rows: of what it had logged.
+  """
+
+  def __init__(self, message: str, rows: list[dict[str, Any]]):
+    super().__init__(message)
+    self.rows = rows
+
+
 class Absent(Exception):
   """Something that the machine does not have; the message names it."""
 
@@ -56,7 +68,7 @@ def measure(run, context: Context, values: dict[str, Any]) -> dict[str, Any]:
   """{"status", "values" or "why"} of one line; never raises what the line raises."""
   try:
     return {"status": "ok", "values": run(context, **values)}
-  except (Wrong, Absent) as e:
+  except (Wrong, Absent, Cut) as e:
     return {"status": type(e).__name__.lower(), "why": str(e)}
   except Exception as e:  # one line must not end the family
     traceback.print_exc()

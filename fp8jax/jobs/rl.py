@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -229,11 +230,12 @@ class RLState(run_state.RunState):
     """Removes the arrays of rollouts before `cycle` within which no checkpoint lies; that of the
     one before may be on its way."""
     folder, each = os.path.join(self._workdir, "checkpoints"), self._own.updates_per_rollout
-    steps = [int(name) for name in os.listdir(folder) if name.isdigit()]
+    # One that is being written has a longer name that begins so.
+    steps = [int(number[0]) for name in os.listdir(folder) if (number := re.match(r"\d+", name))]
     within = {step // each for step in steps if step % each}
     for name in os.listdir(self._folder):
-      number, ext = os.path.splitext(name)
-      if ext == ".npz" and int(number) < cycle - 1 and int(number) not in within:
+      number = re.fullmatch(r"(\d+)\.npz", name)
+      if number and int(number[1]) < cycle - 1 and int(number[1]) not in within:
         os.remove(os.path.join(self._folder, name))
 
 

@@ -184,7 +184,7 @@ JOBS = {
   "calibrate": Job(
     calibrate.run, Needs((Calibrate,), checks.calibrate_problems, of_weights=True), option="out"
   ),
-  "diagnose": Job(diagnose.run),
+  "diagnose": Job(diagnose.run, Needs((RL,), takes_scores=True)),
   "memory": Job(memory.run, Needs((Generate, RL)), _program, "topology", is_for_resolve=True),
   "plan_inference": Job(
     plan_inference.run,

@@ -39,13 +39,15 @@ _DEFINITIONS = {
 
 
 def products(
-  uses: Mapping[tuple[str, Gemm], Collection[tuple[int, int, int]]], sizes=_SIZES, matrix=_MATRIX
-) -> int:
+  uses: Mapping[tuple[str, Gemm], Collection[tuple[int, int, int]]], sizes=_SIZES, matrix=_MATRIX,
+  weights=jnp.float32,
+) -> int:  # fmt: skip
   """Tries our kernels in everything that a run does with them; how many kinds of product.
 
   Args:
     uses: (backend, product) -> the (M, N, K) it is called with. Other backends are skipped.
     sizes, matrix: of what is tried, see `hopper` and `quantizer`.
+    weights: dtype of those that the quantizer reads.
 
   Raises:
     UserError: a kernel computes something else.
@@ -53,7 +55,7 @@ def products(
   own = {use: shapes for use, shapes in uses.items() if use[0] in ("mosaic_sm90", "xla_sm90")}
   for (backend, gemm), shapes in own.items():
     if backend == "mosaic_sm90":
-      hopper(gemm, shapes, sizes)
+      hopper(gemm, shapes, sizes, weights)
   # In the order of the run, each once.
   for quant in dict.fromkeys(cast(Quant, q) for _, g in own for q in (g.lhs, g.rhs)):
     quantizer(quant, matrix)
@@ -63,15 +65,17 @@ def products(
 
 
 def hopper(
-  gemm: Gemm, shapes: Collection[tuple[int, int, int]] = (), sizes: tuple[int, int, int] = _SIZES
-) -> None:
+  gemm: Gemm, shapes: Collection[tuple[int, int, int]] = (), sizes: tuple[int, int, int] = _SIZES,
+  weights=jnp.float32,
+) -> None:  # fmt: skip
   """Multiplies with the Hopper quantizer and GEMM, and in float64 on the host.
 
   Args:
     gemm: a product that kernels.scaled_matmul.mosaic_sm90 supports.
     shapes: M, N, K of a run; each one's tile configs are tried, and those of so few tiles that no
       program has a second one are tried themselves, over part of K: theirs is another program.
-    sizes: M, N, K of what is multiplied, in BF16 and float32.
+    sizes: M, N, K of what is multiplied, into BF16 and float32.
+    weights: their dtype, where the product has one; activations and gradients are BF16.
 
   Raises:
     UserError: they differ; says where.
@@ -81,14 +85,15 @@ def hopper(
   dtype = jnp.bfloat16 if is_tiled else jnp.float32
   ways = [(d, tile_config.best(*sizes, is_tiled, d)) for d in (jnp.bfloat16, jnp.float32)]
   ways += [(dtype, tile_config.best(*shape, is_tiled, dtype)) for shape in sorted(shapes)]
-  _multiply(gemm, sizes, ways)
+  multiply = functools.partial(_multiply, gemm, b_dtype=weights if is_tiled else jnp.bfloat16)
+  multiply(sizes, ways)
   for m, n, k in sorted(shapes):
     config = tile_config.best(m, n, k, is_tiled, dtype)
     if tile_config.waves(config, m, n) <= 1:
-      _multiply(gemm, (m, n, min(k, 256 + k % tile_config.BLOCK)), [(dtype, config)])
+      multiply((m, n, min(k, 256 + k % tile_config.BLOCK)), [(dtype, config)])
 
 
-def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways):
+def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways, b_dtype):
   """Multiplies matrices of M, N, K in each way, a dtype and a tile config; raises as `hopper`."""
   m, n, k = sizes
   a, b = _lattice(m, k), _lattice(n, k)
@@ -96,7 +101,7 @@ def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways):
   # The right one as the weight gradient has it: contraction first.
   make = jax.jit(lambda a, b: (making.quantize_matrix(a, {1: lhs})[0][1],
                                making.quantize_matrix(b.T, {0: rhs})[0][0]))  # fmt: skip
-  operands = make(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b))
+  operands = make(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, b_dtype))
   want = np.inner(a.astype(np.float64), b.astype(np.float64))
   for dtype, config in dict.fromkeys(ways):
     multiply = functools.partial(mosaic_sm90_lib.matmul, out_dtype=dtype, config=config)

@@ -173,8 +173,8 @@ class Kernels:
     mapped=True)
   optimizer: str = key("auto", "AdamW's update: \"xla\", \"mosaic_sm90\" (one pass over gradient, "
     'master and moments, in place; an error where a matrix cannot be moved by it), or "auto" '
-    "(mosaic_sm90 where it can: a step of the 7B took 0.82 s with it, 0.99 s with xla).",
-    choices=fused_adamw.CHOICES)
+    "(mosaic_sm90 where it can; timed with COAT's moments and 16-bit masters, see GPUs).",
+    choices=fused_adamw.CHOICES, mapped=True)
 
 
 @section("memory", EXECUTION)

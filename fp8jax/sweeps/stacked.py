@@ -89,6 +89,8 @@ def reasons(spec: train_spec.TrainSpec) -> list[str]:
     for key, (default, value) in _changes(spec).items()
     if not registry.is_mapped(key)
   ]
+  if spec.kernels.optimizer == "mosaic_sm90":
+    texts.append("kernels.optimizer='mosaic_sm90' moves the parameters of one trial; set 'auto'")
   if spec.run.layout.mesh is not None:
     texts.append("the mesh has several devices; one device trains a group")
   recipes = site_tree.recipes_of(spec.sites())

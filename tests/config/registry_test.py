@@ -65,6 +65,7 @@ ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   optim.moment_format distill.teacher quantize.text rl.tasks rl.reference rl.reward rl.rollout
   rl.pairs rl.eval_pairs rl.reward_model"""
 IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
+  rl.staleness
   kernels.optimizer kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy
   memory.save_gemm_inputs memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos
   data.workers data.prefetch mesh.data mesh.fsdp mesh.tensor sharding.weights sharding.acts"""
@@ -73,7 +74,7 @@ NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "ca
                "precision.verify_fp8_gemms")  # fmt: skip
 NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
   model.lora.rank model.lora.alpha model.lora.targets model.lora.base precision.sensitivity
-  precision.invariant precision.schedule precision.policy precision.calibration kernels.optimizer
+  precision.invariant precision.schedule precision.policy precision.calibration
   memory.gpu_fraction model.reward_head
   data.chat_template data.template_date data.samples_per_step data.epochs data.on_untrained
   optim.moment_format distill.weight distill.temperature distill.teacher optim.master_format

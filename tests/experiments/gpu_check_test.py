@@ -26,6 +26,7 @@ from gpu_check import (  # noqa: E402
   check_quantize,
   driver,
   environment,
+  launch,
   layer,
   measure,
   operands,
@@ -376,13 +377,28 @@ def test_steps_are_timed_between_those_that_compile_and_the_traced_one():
   rows = [{"step": 0, "heldout/main/loss": 5.0}] + [
     {"step": n + 1, "loss": 5.0, "elapsed_seconds": float(end), **row} for n, end in enumerate(ends)
   ]
-  found = train.judge(rows)
-  assert (found["step_ms"], found["spread_ms"], found["steps"]) == (1000.0, 500.0, 6)
-  assert (found["tokens_per_second"], found["mfu"], found["memory_gib"]) == (100.0, 0.2, 3.5)
-  assert found["seconds_to_step_1"] == 100.0
+  values = train.judge(rows)
+  assert (values["step_ms"], values["spread_ms"], values["steps"]) == (1000.0, 500.0, 6)
+  assert (values["tokens_per_second"], values["mfu"], values["memory_gib"]) == (100.0, 0.2, 3.5)
+  assert values["seconds_to_step_1"] == 100.0
   rows[-1]["loss"] = "nan"
   with pytest.raises(worker.Wrong, match="nan"):
     train.judge(rows)
+
+
+def test_a_run_that_is_cut_counts_if_it_has_steps_enough(monkeypatch):
+  rows = [{"step": n, "loss": 5.0, "elapsed_seconds": float(n), "tokens_per_second": 1.0,
+           "step_seconds": 1.0} for n in range(1, 12)]  # fmt: skip
+
+  def cut(count):
+    def run(*_, **__):
+      raise worker.Cut("launch.py was out of time", rows[:count])
+
+    monkeypatch.setattr(launch, "run", run)
+    return worker.measure(lambda context: train.run(context, "c.py:a", 15), CONTEXT, {})
+
+  assert cut(9) == {"status": "cut", "why": "launch.py was out of time"}  # steps 4, 5 and 6
+  assert cut(10)["values"]["steps"] == 4 and "cut" not in records.FINISHED
 
 
 def test_time_between_kernels_is_seen():

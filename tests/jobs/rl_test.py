@@ -208,9 +208,9 @@ def test_a_step_that_failed_is_repeated_with_its_own_loss(questions, tmp_path, m
     return report(spec, params, batch, *args)
 
   monkeypatch.setattr(nonfinite, "report", watched)
-  spec = harness.text_spec("bf16", job="rl", **RL | questions | changes)
-  found = diagnose.run(spec, str(tmp_path))
-  assert found["step"] == 2 and seen == [(0.8, 0.0)]
+  spec = harness.text_spec("bf16", job="diagnose", **RL | questions | changes)
+  result = diagnose.run(spec, str(tmp_path))
+  assert result["step"] == 2 and seen == [(0.8, 0.0)]
 
 
 @pytest.mark.slow

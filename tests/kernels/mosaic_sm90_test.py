@@ -355,7 +355,15 @@ def test_kernels_are_tried_before_a_run(monkeypatch, name):
     return d.at[3, 5].set(1e6) if config == tuned else d
 
   monkeypatch.setattr(mosaic_sm90_lib, "matmul", seen)
-  self_test.hopper(GEMMS[name], [(40, 136, 192)], sizes)
+  read, quantize_matrix = [], quantizer.quantize_matrix
+
+  def reading(x, *args):
+    read.append(x.dtype)
+    return quantize_matrix(x, *args)
+
+  monkeypatch.setattr(quantizer, "quantize_matrix", reading)
+  self_test.hopper(GEMMS[name], [(40, 136, 192)], sizes, jnp.bfloat16)
+  assert set(read) == {jnp.dtype(jnp.bfloat16)}  # weights too, as a run has them
   assert dtypes == {jnp.bfloat16, jnp.float32} and tuned in configs
   monkeypatch.setattr(mosaic_sm90_lib, "matmul", broken)
   with pytest.raises(UserError, match=r"1 of .* \[3, 5\] .*kernels.matmul='reference'"):
@@ -376,10 +384,11 @@ def test_producers_are_tried_before_a_run(monkeypatch):
 def test_everything_that_a_run_uses_is_tried(monkeypatch):
   tried = []
   for name in ("hopper", "quantizer", "producers"):
-    monkeypatch.setattr(self_test, name, lambda *args, name=name: tried.append((name, *args[:-1])))
+    monkeypatch.setattr(self_test, name, lambda *args, name=name: tried.append((name, *args[:2])))
   block, tensor = GEMMS["block_128-fwd"], library.RECIPES["tensor_current"].dgrad
   shape = (256, 256, 256)
   uses = {("mosaic_sm90", block): {shape}, ("xla_sm90", tensor): {shape}, ("xla", tensor): {shape}}
   assert self_test.products(uses) == 2
-  quants = [("quantizer", q) for g in (block, tensor) for q in (g.lhs, g.rhs)]
-  assert tried == [("hopper", block, {shape}), *quants, ("producers", block.lhs)]
+  matrix = self_test._MATRIX
+  quants = [("quantizer", q, matrix) for g in (block, tensor) for q in (g.lhs, g.rhs)]
+  assert tried == [("hopper", block, {shape}), *quants, ("producers", block.lhs, matrix)]

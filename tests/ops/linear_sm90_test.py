@@ -58,15 +58,15 @@ def test_dot_by_kernels_is_the_references(rng, recipe, eqn, sizes):
 
 def _copies(jaxpr, shape) -> list[str]:
   """dtypes to which arrays of a shape are converted outside of kernels."""
-  found = []
+  dtypes = []
   for eqn in jaxpr.eqns:
     if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.shape == shape:
-      found.append(str(eqn.params["new_dtype"]))
+      dtypes.append(str(eqn.params["new_dtype"]))
     if "mpmd_map" not in eqn.primitive.name:
       for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
         if hasattr(inner, "eqns"):
-          found += _copies(getattr(inner, "jaxpr", inner), shape)
-  return found
+          dtypes += _copies(getattr(inner, "jaxpr", inner), shape)
+  return dtypes
 
 
 @pytest.mark.parametrize("recipe", ["block_128", "tensor_current"])

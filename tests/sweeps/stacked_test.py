@@ -167,7 +167,7 @@ HONOURED = {
     model.num_kv_heads model.head_dim model.vocab_size model.max_positions model.rope_theta
     model.tie_embeddings model.init_std model.residual_tau model.unit_scaling model.mixers
     precision.rules precision.first_bf16 precision.last_bf16 precision.smooth_swiglu
-    precision.attention precision.compute_dtype kernels.matmul kernels.attention
+    precision.attention precision.compute_dtype kernels.matmul kernels.attention kernels.optimizer
     memory.remat_policy memory.save_gemm_inputs memory.save_norm_inputs memory.save_gate_up
     memory.save_layer_inputs memory.loss_chunk
     optim.optimizer optim.schedule optim.warmup_steps optim.warmup_fraction optim.decay_steps
