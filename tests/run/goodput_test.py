@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import types
 
 import jax
 import pytest
@@ -135,3 +136,17 @@ def test_a_profile_of_a_negative_window_is_refused():
   c = text_config(**{"log.profile": (10, -1)})
   with pytest.raises(resolve.ConfigError, match="log.profile=.*must be two numbers"):
     resolve.resolve(c, 1, Device("cpu"))
+
+
+@pytest.mark.parametrize("stats, logged", [
+  ({"peak_bytes_in_use": 3 * 2**29}, {"memory_peak_gib": 1.5}), ({"bytes_in_use": 1}, {}),
+  (None, {}),
+])  # fmt: skip
+def test_the_most_device_memory_in_use_is_logged_where_it_is_counted(monkeypatch, stats, logged):
+  device = types.SimpleNamespace(memory_stats=lambda: stats)
+  monkeypatch.setattr(metrics_writer.jax, "local_devices", lambda: [device])
+  spec = types.SimpleNamespace(log=types.SimpleNamespace(every=2), steps=9)
+  clock = types.SimpleNamespace(metrics=lambda is_whole: {})
+  for step, expected in ((2, logged), (3, {}), (9, logged)):
+    row = metrics_writer.times(spec, step, clock, 0.5, {})
+    assert row == {"data_wait_seconds": 0.5, **expected}
