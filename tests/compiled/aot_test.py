@@ -181,6 +181,7 @@ def narrow_work(recipe: str, num: int = 1) -> dict:
     "precision.rules": (("layers/.*", recipe), (".*", "bf16")),
     "memory.remat_policy": "none",
     "kernels.attention": "cudnn",  # tokamax's kernels would be counted with ours
+    "kernels.optimizer": "xla",  # so would AdamW's
   }
   changes |= {"global_batch": SMALL["global_batch"] * num, "eval.batch": num}
   _, lowered = lower(load("configs/base.py", SMALL | changes), "h200", num)
