@@ -294,6 +294,7 @@ def updated_by(backend: str, num: int) -> dict:
     "optim.moment_format": "coat",
     "optim.master_format": "bf16_remainder",
     "memory.remat_policy": "none",
+    "kernels.attention": "cudnn",  # tokamax's kernels would be counted with ours
   }
   changes |= {
     "optim.grad_format": "bf16_sr",
