@@ -90,7 +90,10 @@ REMOVED: dict[str, tuple[str, Any]] = {
   "log.profile_steps": ("it is the second number of log.profile now", None),
   "loss_scale.start": ("every run starts from 256", 256.0),
   "loss_scale.growth_interval": ("the scale doubles after 2000 good steps", 2000),
-}
+  # Of other trainers; here there was never one.
+  "rl.staleness": ("the present parameters draw; rl.updates_per_rollout takes more steps on a "
+                   "rollout", None),
+}  # fmt: skip
 
 
 def key_hint(key: str, known: Collection[str], form: str = "{}") -> str:

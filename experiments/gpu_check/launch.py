@@ -42,6 +42,7 @@ def run(
     config: "FILE:ARM".
     shared: whether other processes use the GPU meanwhile: no memory is taken in advance.
     steps: ends the run, with nothing saved, as soon as it has taken so many; 0: at its own end.
+    on_cpu: whether JAX computes on the machine's CPU.
     and_then: is given the workdir before that is removed.
 
   Raises:

@@ -43,12 +43,6 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
     )
   if spec.model.reward_head:
     texts.append(f"rl.loss={own.loss!r} with a reward head, which draws no text; set 'reward'")
-  if own.staleness:
-    texts.append(
-      f"rl.staleness={own.staleness}: a rollout is drawn by the present parameters, in the process "
-      "that learns; older ones are not kept. Set rl.staleness=0, and rl.updates_per_rollout for "
-      "more steps on a rollout"
-    )
   if own.temperature <= 0:
     texts.append(f"rl.temperature={own.temperature} must be positive: greedy draws are all alike")
   if rule.beta and spec.microbatch % 2:

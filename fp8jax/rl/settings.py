@@ -3,7 +3,7 @@
 import dataclasses
 
 from fp8jax.generation.settings import Sampling
-from fp8jax.keys import EXECUTION, key, section
+from fp8jax.keys import key, section
 from fp8jax.ops.policy_gradient import OBJECTIVES, Objective
 
 
@@ -69,8 +69,6 @@ class RL:
     least=2)
   updates_per_rollout: int = key(1, "Steps on the completions of a rollout, each on its part of "
     "the questions; from the second on clips act.", least=1)
-  staleness: int = key(0, "Rollouts between the parameters that draw and those that learn: 0 "
-    "alone, the present parameters draw", least=0, affects=EXECUTION)
   temperature: float = key(1.0, "of the sampler, and of the log-probabilities that train")
   max_new_tokens: int = key(256, "tokens of a completion", least=1)
   clip_low: float | None = key(None, "the ratio to the old policy counts from 1 - clip_low; the "

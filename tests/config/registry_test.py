@@ -56,7 +56,7 @@ LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.s
   optim.base_width distill.weight eval.tokens eval.every eval.questions checkpoint.every
   log.tensor_stats_every export.fold_smooth_batches search.beta search.delay search.entropy
   prepare.processes generate.max_length plan_inference.reserve rl.questions
-  rl.most_correction rl.max_resampling rl.overlong rl.staleness"""
+  rl.most_correction rl.max_resampling rl.overlong"""
 ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
@@ -65,7 +65,6 @@ ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   optim.moment_format distill.teacher quantize.text rl.tasks rl.reference rl.reward rl.rollout
   rl.pairs rl.eval_pairs rl.reward_model"""
 IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
-  rl.staleness
   kernels.optimizer kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy
   memory.save_gemm_inputs memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos
   data.workers data.prefetch mesh.data mesh.fsdp mesh.tensor sharding.weights sharding.acts"""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from fp8jax.config import named
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import diagnose, rl, train
 from fp8jax.ops.policy_gradient import OBJECTIVES
@@ -120,7 +121,6 @@ def refused(questions, **changes):
     ({"rl.samples": 1, "global_batch": 2}, "rl.samples=1 must be at least 2"),
     ({"rl.loss": "ppo"}, "rl.loss='ppo': a value head, .* is not built; grpo, dapo and dr_grpo"),
     ({"rl.loss": "p"}, "rl.loss='p' is not one of 'grpo', 'dapo', 'dr_grpo'"),
-    ({"rl.staleness": 2}, "rl.staleness=2: a rollout is drawn by the present parameters"),
     ({"global_batch": 8}, "global_batch=8 must be .* = 4: a completion in every row"),
     (
       {"rl.prompts": 5, "global_batch": 5, "grad_accum_steps": 1},
@@ -170,6 +170,11 @@ def refused(questions, **changes):
 )
 def test_what_cannot_learn_is_refused_by_name(questions, changes, message):
   assert re.search(message, refused(questions, **changes))
+
+
+def test_stale_rollouts_are_refused_by_name():
+  with pytest.raises(UserError, match="'rl.staleness' is no key; the present parameters draw"):
+    named.load("configs/rl_smollm2.py", {"rl.staleness": 2})
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(questions, tmp_path):
