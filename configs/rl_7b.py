@@ -9,8 +9,8 @@ command:   train configs/sft_7b.py; put the tokenizer of Qwen/Qwen2.5-7B-Instruc
            python launch.py --config=configs/rl_7b.py:stage1
            python launch.py --config=configs/rl_7b.py:stage2
 hardware:  8 x H200 (not yet run); needs the extras "eval" and "attention"
-expected:  41.4 GiB per GPU in the step of stage 1, 37.3 GiB beside the activations of its rollout
-           (--job=memory); rewards and speed: not yet measured
+expected:  41.4 GiB per GPU in the step of stage 1 and 39.6 GiB while it draws, 44.8 and 46.6 GiB in
+           stage 2 (--job=memory); rewards and speed: not yet measured
 arms:      stage1 (completions of 8k tokens) or stage2 (16k, temperature 1.1), and after a comma a
            recipe. Stage 1 begins with the second stage of configs/sft_7b.py in the same recipe,
            stage 2 with stage 1. A recipe alone, or nothing, is stage 1 in a folder of its own

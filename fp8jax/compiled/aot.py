@@ -78,22 +78,34 @@ def _devices(name: str, count: int):
   return topology.devices
 
 
+def places(spec: train_spec.TrainSpec, devices, letters: str):
+  """(the sharding of a batch with these dimensions, that of what every device has whole)."""
+  layout = spec.run.layout
+  if layout.mesh is None:
+    return (SingleDeviceSharding(devices[0]),) * 2
+  specs = layout.act_spec(letters), PartitionSpec()
+  return tuple(NamedSharding(layout.mesh, place) for place in specs)
+
+
+def put(tree, everywhere):
+  """Abstract arrays where they lie, and `everywhere` the ones that say nothing of it."""
+
+  def one(x):
+    sharding = getattr(x, "sharding", None) if isinstance(x, jax.ShapeDtypeStruct) else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or everywhere)
+
+  return jax.tree.map(one, tree)
+
+
 def lower(spec: train_spec.TrainSpec, devices, change=lambda sites: sites):
   """The train step, of --job=rl with rl.tasks, lowered for them.
 
   Args:
     change: of the sites that it is called with.
   """
-  layout, times = spec.run.layout, spec.grad_accum_steps
+  times = spec.grad_accum_steps
   lead = () if times == 1 else (times,)
-  rows = everywhere = SingleDeviceSharding(devices[0])
-  if layout.mesh is not None:
-    rows = NamedSharding(layout.mesh, layout.act_spec("ABL" if lead else "BL"))
-    everywhere = NamedSharding(layout.mesh, PartitionSpec())
-
-  def put(x, sharding):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
+  rows, everywhere = places(spec, devices, "ABL" if lead else "BL")
   names = ["tokens_BL", "targets_BL", "positions_BL"]
   names += [] if spec.data.cross_document else ["segments_BL"]
   names += ["sources_BL"] if spec.data.tells_sources else []
@@ -108,7 +120,6 @@ def lower(spec: train_spec.TrainSpec, devices, change=lambda sites: sites):
     drawn, reference = (real if wanted else None for wanted in (not rule.beta, rule.has_reference))
     batch["policy"] = Policy(drawn, drawn, drawn, reference, rule, own.temperature)
   # The second step's: what scales are made from has been seen.
-  state = train_step.abstract_state(spec, 1)
-  state = jax.tree.map(lambda x: put(x, x.sharding or everywhere), state)
-  sites = jax.tree.map(lambda x: put(x, everywhere), change(spec.sites()))
+  state = put(train_step.abstract_state(spec, 1), everywhere)
+  sites = put(change(spec.sites()), everywhere)
   return train_step.make_step(spec).lower(state, batch, sites)

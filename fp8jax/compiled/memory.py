@@ -49,7 +49,7 @@ def declared(spec: train_spec.TrainSpec) -> list[MemoryRow]:
     **_by_kind("masters", [value for p, value in both if p.trainable]),
     **_by_kind("frozen", [value for p, value in both if not p.trainable]),
     **_by_kind("moments", state.opt),
-    "scaling states, counters": sum(map(_nbytes, jax.tree.leaves(rest))),
+    "scaling states, counters": sum(map(nbytes, jax.tree.leaves(rest))),
   }
   if teacher := distillation.abstract(spec):
     kinds |= _by_kind("teacher", teacher)
@@ -61,21 +61,21 @@ def _by_kind(name: str, tree) -> dict[str, int]:
   kinds = {"float32": 0, "16 bits": 0, "remainders": 0, "codes": 0, "scales": 0}
   for x in jax.tree.leaves(tree, is_leaf=stored_params.is_stored):
     if isinstance(x, bf16_remainder.SplitFloat32):
-      kinds["16 bits"] += _nbytes(x.high)
-      kinds["remainders"] += _nbytes(x.low)
+      kinds["16 bits"] += nbytes(x.high)
+      kinds["remainders"] += nbytes(x.low)
     elif isinstance(x, quantized_tensor.QuantizedTensor):
-      data = _nbytes(x.data)
+      data = nbytes(x.data)
       kinds["codes" if x.quant.format.is_low_bit else "16 bits"] += data
-      kinds["scales"] += sum(map(_nbytes, jax.tree.leaves(x))) - data
+      kinds["scales"] += sum(map(nbytes, jax.tree.leaves(x))) - data
     elif isinstance(x, StoredMatrix):
-      kinds["codes"] += _nbytes(x.data)
-      kinds["scales"] += _nbytes(x.scale)
+      kinds["codes"] += nbytes(x.data)
+      kinds["scales"] += nbytes(x.scale)
     else:
-      kinds["16 bits" if x.dtype.itemsize == 2 else "float32"] += _nbytes(x)
+      kinds["16 bits" if x.dtype.itemsize == 2 else "float32"] += nbytes(x)
   return {f"{name}: {kind}": n for kind, n in kinds.items() if n}
 
 
-def _nbytes(x) -> int:
+def nbytes(x) -> int:
   """Of the part on one device."""
   return math.prod(workspace.local_shape(x)) * x.dtype.itemsize
 
@@ -231,8 +231,8 @@ def saved_by_layers(text: str, spec: train_spec.TrainSpec, params) -> dict[str, 
       for (dtype, dims), count in counts.items():
         shape = tuple(int(n) for n in dims.split(","))
         if _bulk(shape) not in known:
-          nbytes = saved_tensors.nbytes(dtype, count * math.prod(shape))
-          sizes[f"{dtype}[{dims}] x {count}"] = nbytes
+          own_bytes = saved_tensors.nbytes(dtype, count * math.prod(shape))
+          sizes[f"{dtype}[{dims}] x {count}"] = own_bytes
       if sum(sizes.values()) > sum(best.values()):
         best = sizes
     total |= best

@@ -1,4 +1,4 @@
-"""A decoding step lowered for GPUs that need not be here, weights in the form of generation."""
+"""The programs of generation lowered for GPUs that need not be here."""
 
 import dataclasses
 import functools
@@ -8,51 +8,83 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from fp8jax import axes
 from fp8jax import params as params_lib
+from fp8jax.generation import cache as cache_lib
 from fp8jax.generation import decode, weights
 from fp8jax.generation.sampling import method_of
 from fp8jax.generation.settings import Sampling
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
+from fp8jax.models.config import ModelConfig
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.step import train_spec
 
 
-def lower(spec: train_spec.TrainSpec, devices, rows: int, length: int, cache_format: str):
-  """decode.decode of the spec's recipes, greedy.
+@dataclasses.dataclass(frozen=True)
+class Programs:
+  """The programs of generation, lowered; see `lower`.
+
+  Attributes:
+    decode: one token of every sequence.
+    prefill: of one prompt per device that has rows of its own; None without a prompt's length.
+  """
+
+  decode: Any
+  prefill: Any = None
+
+
+def lower(
+  spec: train_spec.TrainSpec, devices, rows: int, length: int, cache_format: str, prompt: int = 0
+) -> Programs:
+  """The programs of the spec's recipes, greedy.
 
   Args:
-    spec: of a job that generates, see Needs.is_served.
+    spec: of any job; weights lie as Layout.served says.
     devices: those to lower for.
     rows: sequences, over all devices.
     length: positions of each in the cache.
     cache_format: of settings.CACHE_FORMATS.
+    prompt: tokens of a prompt; 0 for no prefill.
   """
-  cfg, run, sites = spec.model, spec.run, spec.sites()
-  params = params_lib.abstract(spec.declaration, cfg.dims, run.layout)
+  cfg, run = spec.model, decode.served(spec.model, spec.run, spec.device, length)
+  sites, layout = decode.served_sites(spec.sites()), run.layout
+  params = params_lib.abstract(spec.declaration, cfg.dims, layout)
   made = jax.eval_shape(lambda p: weights.for_inference(p, sites, cfg, run.dtype), params)
   empty = functools.partial(decode.Slots.empty, cfg, rows, length, cache_format, run.dtype)
-  slots = jax.eval_shape(lambda: empty(run.layout))
+  slots = jax.eval_shape(lambda: empty(layout))
 
   def put(x, *names):
-    mesh, place = run.layout.mesh, PartitionSpec(*names)
+    mesh, place = layout.mesh, PartitionSpec(*names)
     there = SingleDeviceSharding(devices[0]) if mesh is None else NamedSharding(mesh, place)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
 
-  entries = slots.cache.of_entries(lambda x: put(x, *run.layout.act_spec("NBMGK"[: x.ndim])))
+  entries = slots.cache.of_entries(lambda x: put(x, *layout.act_spec(cache_lib.LETTERS[: x.ndim])))
   cache = dataclasses.replace(entries, scales=jax.tree.map(put, entries.scales))
   vectors: Any = map(put, (slots.tokens_B, slots.positions_B, slots.seeds_B, slots.logp_B))
-  static = functools.partial(decode.decode, method=method_of(Sampling()), cfg=cfg, run=run)
-  options = choose.compiler_options(spec.device)
-  program = jax.jit(static, donate_argnums=2, compiler_options=options)
-  number = put(jax.ShapeDtypeStruct((), jnp.float32))
-  slots = decode.Slots(cache, *vectors)
-  return program.lower(_placed(made, spec, put), jax.tree.map(put, sites), slots, number, number)
+  slots, number = decode.Slots(cache, *vectors), put(jax.ShapeDtypeStruct((), jnp.float32))
+  held = _placed(made, spec.model, layout, put), jax.tree.map(put, sites), slots
+
+  def lowered(function, *rest):
+    static = functools.partial(function, method=method_of(Sampling()), cfg=cfg, run=run)
+    options = choose.compiler_options(spec.device)
+    program = jax.jit(static, donate_argnums=2, compiler_options=options)
+    return program.lower(*held, *rest, number, number)
+
+  if not prompt:
+    return Programs(lowered(decode.decode))
+  shards = layout.size(layout.act_axes("B"))
+  number_R = put(jax.ShapeDtypeStruct((shards,), jnp.int32))
+  prompts = {
+    "tokens_RL": put(jax.ShapeDtypeStruct((shards, prompt), jnp.int32)), "lengths_R": number_R,
+    "rows_R": number_R, "seeds_R": put(jax.ShapeDtypeStruct((shards,), jnp.uint32)),
+  }  # fmt: skip
+  return Programs(lowered(decode.decode), lowered(decode.prefill, prompts))
 
 
-def _placed(made, spec: train_spec.TrainSpec, put) -> dict[str, Any]:
+def _placed(made, cfg: ModelConfig, layout: axes.Layout, put) -> dict[str, Any]:
   """Weights of `weights.for_inference` where they lie."""
-  declared, layout = params_lib.flatten(transformer.site_params(spec.model)), spec.run.layout
+  declared = params_lib.flatten(transformer.site_params(cfg))
 
   def one(path: str, w):
     param = declared[path]

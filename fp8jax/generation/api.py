@@ -1,7 +1,6 @@
 """Completions and scores of a model: `load` a folder, then `generate` and `score`."""
 
 import collections
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from fp8jax.config import layout as layout_checks
 from fp8jax.config import registry
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import ConfigErrors, UserError, read_json
-from fp8jax.generation import batching, weights
+from fp8jax.generation import batching, decode, weights
 from fp8jax.generation import cache as cache_lib
 from fp8jax.generation.completion import ERROR, Completion, Growing
 from fp8jax.generation.sampling import row_seed
@@ -89,11 +88,7 @@ class Generator:
     self.max_length, self._is_fixed = max_length or longest, bool(max_length)
     self.cache_bytes_per_token = cache_lib.bytes_per_token(cfg, cache_format, run.dtype.itemsize)
     device = choose.current_device()
-    # A prompt is one sequence, a single document.
-    problem = attention_gqa.problem(cfg, run, device, 1, self.max_length, is_isolated=False)
-    chosen = choose.attention(problem)
-    attention = chosen.backend if isinstance(chosen, choose.Choice) else "xla"
-    run = dataclasses.replace(run, attention=attention, layout=run.layout.served())
+    run = decode.served(cfg, run, device, self.max_length)
     self._dtype = run.dtype
     options = choose.compiler_options(device)
     scales = kv_scales.read(folder, cfg) if cache_format == FOLDER else None
@@ -104,8 +99,7 @@ class Generator:
     """Takes other parameters; programs of the same recipes are not compiled again."""
     self.release()
     made = weights.for_inference(params, sites, self._engine.cfg, self._dtype)
-    served = site_lib.tree_map(lambda s: dataclasses.replace(s, layout=s.layout.served()), sites)
-    self._engine.weights = (made, served)
+    self._engine.weights = (made, decode.served_sites(sites))
 
   def release(self):
     """Frees the parameters; `take` comes before the next call."""

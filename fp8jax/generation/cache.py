@@ -4,6 +4,8 @@ A cache has B rows (slots) of M positions each: an entry's place is its token's 
 sequence. Entries beyond a row's newest token are never read and are overwritten in time, so that
 rows of any length share one program. R is prompts that are written together.
 
+Heads come before positions, so that a product of one head reads it as it lies.
+
 On a mesh rows lie where the batch B is split and heads where G is: a device attends to its own
 rows and heads, and nothing of the cache travels.
 
@@ -25,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import layout as layout_lib
 from jax.sharding import PartitionSpec
 
 from fp8jax import axes
@@ -37,13 +40,14 @@ from fp8jax.quantization import hadamard, quantize
 from fp8jax.recipe.attention import whole_head
 from fp8jax.recipe.quant import WHOLE, Quant
 
+LETTERS = "NBGMK"  # of a cache; of its scales without K
 _QUANT = Quant(E4M3, tile=(1, WHOLE))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Entries:
-  """Keys or values as they are stored: [..., heads, K].
+  """Keys or values as they are stored: [..., K].
 
   Attributes:
     data: the compute dtype, or E4M3.
@@ -55,7 +59,7 @@ class Entries:
 
   @classmethod
   def of(cls, x, format_: str, scale: Any = None) -> "Entries":
-    """Entries of an array [..., heads, K]; `scale` is the folder's, of FOLDER."""
+    """Entries of an array [..., K]; `scale` is the folder's, of FOLDER."""
     if format_ == COMPUTE:
       return cls(x, None)
     if format_ == FOLDER:
@@ -75,7 +79,8 @@ class Entries:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-  """A cache of all layers [N, B, M, G, K], of one layer [B, M, G, K], or entries for either.
+  """A cache of all layers [N, B, G, M, K], of one layer [B, G, M, K], or entries of tokens that are
+  added to either, [..., B, L, G, K].
 
   Attributes:
     k: keys, turned by their positions, and by Hadamard's rotation in "e4m3_rotated".
@@ -98,7 +103,7 @@ class KVCache:
     layout: axes.Layout = axes.LOCAL, scales=None,
   ) -> "KVCache":  # fmt: skip
     """An empty cache of so many rows and positions; `scales` are those of FOLDER, else 1."""
-    shape = (cfg.num_layers, rows, length, cfg.num_kv_heads, cfg.head_dim)
+    shape = (cfg.num_layers, rows, cfg.num_kv_heads, length, cfg.head_dim)
 
     def one():
       if format_ in (COMPUTE, FOLDER):
@@ -113,7 +118,7 @@ class KVCache:
     """(attention of new tokens to the cache of a layer and themselves, their entries)."""
     q, kv, positions = map(self.layout.act_spec, ("BLHK", "BLGK", "BL"))
     attend = functools.partial(_attend, implementation=implementation)
-    in_specs = (self._specs("BMGK", self.scales is not None), q, kv, kv, positions)
+    in_specs = (self._specs("BGMK", self.scales is not None), q, kv, kv, positions)
     run = collectives.on_mesh(attend, self.layout, in_specs, (q, self._specs("BLGK")))
     return run(self, q_BLHK, k_BLGK, v_BLGK, positions_BL)
 
@@ -131,14 +136,15 @@ class KVCache:
         rows_R = rows_R - jax.lax.axis_index(over) * count
         rows_R = jnp.where(rows_R < 0, count, rows_R)  # would count from the end
 
-      def one(past, new):
-        return past.at[:, rows_R[:, None], positions_RL].set(new, mode="drop")
+      def one(past, new):  # what is indexed comes first: [R, L, N, G, K]
+        new = jnp.moveaxis(new, 0, 2)
+        return past.at[:, rows_R[:, None], :, positions_RL].set(new, mode="drop")
 
       return jax.tree.map(one, cache, added)
 
     scales, added = self.scales, dataclasses.replace(added, scales=None)
     rows, positions = map(self.layout.act_spec, ("B", "BL"))
-    whole = self._specs("NBMGK")
+    whole = self._specs(LETTERS)
     in_specs = (whole, self._specs("NBLGK"), rows, positions)
     run = collectives.on_mesh(local, self.layout, in_specs, whole)
     written = run(dataclasses.replace(self, scales=None), added, rows_R, positions_RL)
@@ -154,12 +160,12 @@ class KVCache:
 
   def placed(self) -> "KVCache":
     """The cache of all layers where it belongs, inside a program."""
-    return self.of_entries(lambda x: axes.constrain(x, "NBMGK"[: x.ndim], self.layout))
+    return self.of_entries(lambda x: axes.constrain(x, LETTERS[: x.ndim], self.layout))
 
   @property
   def length(self) -> int:
     """Positions per row."""
-    return self.k.data.shape[-3]
+    return self.k.data.shape[-2]
 
 
 @jax.tree_util.register_dataclass
@@ -195,13 +201,33 @@ def _specs(letters: str, format_: str, layout: axes.Layout, has_scales: bool = F
 def _attend(cache: KVCache, q_BLHK, k_BLGK, v_BLGK, positions_BL, implementation):
   """KVCache.attend of one device's rows and heads."""
   added = _entries(k_BLGK, v_BLGK, cache.scales, cache.format, cache.layout)
-  past, scales = dataclasses.replace(cache, scales=None), _of_both(cache.scales)
-  rows = jnp.arange(q_BLHK.shape[0])[:, None]
-  full = jax.tree.map(lambda past, new: past.at[rows, positions_BL].set(new), past, added)
+  past = dataclasses.replace(cache, scales=None).of_entries(_as_it_lies)
+  scales = _of_both(cache.scales)
+  full = jax.tree.map(functools.partial(_inserted, positions_BL=positions_BL), past, added)
   dtype = q_BLHK.dtype
   q_BLHK = _rotated(q_BLHK, cache.format).astype(dtype)
   k, v = (of.value(dtype, scale) for of, scale in zip((full.k, full.v), scales))
   return cached_attention(q_BLHK, k, v, positions_BL, implementation), added
+
+
+def _as_it_lies(x):
+  """x, its last dimension contiguous: for products XLA may want another, and would transpose the
+  cache of all layers for every token."""
+  return layout_lib.with_layout_constraint(x, layout_lib.Layout(tuple(range(x.ndim))))
+
+
+def _inserted(past, new, positions_BL):
+  """Entries [B, G, M, ...] of one layer with new ones [B, L, G, ...] at neighbouring positions.
+
+  A choice, since XLA fuses it with the product that reads it; a scatter copies the layer.
+  """
+  new, over = jnp.swapaxes(new, 1, 2), (..., *(None,) * (past.ndim - 3))
+  number_BM = jnp.arange(past.shape[2]) - positions_BL[:, :1]
+  is_new_BM = (number_BM >= 0) & (number_BM < new.shape[2])
+  if new.shape[2] > 1:
+    number_BM = jnp.clip(number_BM, 0, new.shape[2] - 1)
+    new = jnp.take_along_axis(new, number_BM[:, None][over], 2)
+  return jnp.where(is_new_BM[:, None][over], new, past)
 
 
 def _of_both(scales):

@@ -14,10 +14,13 @@ from fp8jax import axes
 from fp8jax.generation import cache as cache_lib
 from fp8jax.generation import sampling
 from fp8jax.generation.sampling import Method
-from fp8jax.models import invariant, transformer
+from fp8jax.kernels import choose
+from fp8jax.kernels.device import Device
+from fp8jax.models import attention_gqa, invariant, transformer
 from fp8jax.models.attention_gqa import KEY
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.ops import collectives, cross_entropy
+from fp8jax.ops import site as site_lib
 
 
 @jax.tree_util.register_dataclass
@@ -67,6 +70,25 @@ class Slots:
     whole = lambda x: axes.constrain(x, "S", self.cache.layout)  # noqa: E731
     vectors = map(whole, (self.tokens_B, self.positions_B, self.seeds_B, self.logp_B))
     return Slots(self.cache.placed(), *vectors)
+
+
+def served(cfg: ModelConfig, run: ComputeConfig, device: Device, length: int) -> ComputeConfig:
+  """How a model computes here that computes like `run` elsewhere.
+
+  Args:
+    device: hardware, for which attention is chosen.
+    length: positions of the cache.
+  """
+  # A prompt is one sequence, a single document.
+  problem = attention_gqa.problem(cfg, run, device, 1, length, is_isolated=False)
+  chosen = choose.attention(problem)
+  attention = chosen.backend if isinstance(chosen, choose.Choice) else "xla"
+  return dataclasses.replace(run, attention=attention, layout=run.layout.served())
+
+
+def served_sites(sites):
+  """The sites where `served` puts their weights."""
+  return site_lib.tree_map(lambda s: dataclasses.replace(s, layout=s.layout.served()), sites)
 
 
 def prefill(

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 
 from fp8jax import console as console_lib
-from fp8jax import params as params_lib
 from fp8jax.compiled import aot, memory
 from fp8jax.compiled.memory import MemoryRow
-from fp8jax.generation import capacity
+from fp8jax.generation import aot as generation_aot
+from fp8jax.generation import batching, capacity
 from fp8jax.generation.settings import Generate
-from fp8jax.models import lora
-from fp8jax.rl.settings import RL
+from fp8jax.rl import scoring
+from fp8jax.rl.settings import REWARD, RL
 from fp8jax.run import provenance
 from fp8jax.step import distillation, train_spec
 
@@ -35,12 +35,15 @@ def run(
   out.print(f"compiling the step for {topology or devices[0].device_kind}")
   compiled, summary = memory.compiled(spec, aot.lower(spec, devices))
   rows += compiled
-  if (own := spec.sections.get(RL)) and own.tasks:
-    rollout = _of_rollout(spec, aot.parse(topology)[0] if topology else "")
-    rows += rollout
-    parts = {row.kind: row.declared or 0 for row in rollout}
-    summary["rollout"] = {**parts, "peak": summary["state_declared"] + sum(parts.values())}
+  if (own := spec.sections.get(RL)) and own.loss != REWARD:
+    beside, summary["rl"] = _of_rl(spec, devices, aot.parse(topology)[0] if topology else "")
+    rows += beside
   out.print(memory.table(rows, summary))
+  if of_rl := summary.get("rl"):
+    peaks = _peaks(summary["state_declared"], summary["peak"], of_rl)
+    of_rl["peaks"] = peaks
+    texts = (f"{n / 2**30:.3f} GiB {moment}" for moment, n in peaks.items())
+    out.print(f"peaks per device, the reference's parameters included: {', '.join(texts)}")
   proof = summary["fp8_gemms"]
   out.print(
     f"FP8 GEMMs per step and device: {proof['found']} of {proof['planned']} planned"
@@ -53,30 +56,83 @@ def run(
   return result
 
 
-def _of_rollout(spec: train_spec.TrainSpec, gpu: str) -> list[MemoryRow]:
-  """Bytes per device that --job=rl holds beside the state of training: always the reference's, and
-  while it draws the weights as products read them, and keys and values.
+def _of_rl(spec: train_spec.TrainSpec, devices, gpu: str) -> tuple[list[MemoryRow], dict]:
+  """(what --job=rl holds beside the state of training, its bytes by part).
+
+  The reference's parameters are always there; a rollout's weights and cache while it draws; then
+  training's forward pass scores what was drawn. Each is compiled.
 
   Args:
     gpu: one of aot.CAPABILITY; "" for the devices at hand.
   """
-  own, g, layout, rows = spec.of(RL), spec.of(Generate), spec.run.layout, []
-  if own.objective.has_reference and not distillation.is_base(spec, own.reference):
-    model = lora.without(spec.model)
-    held = params_lib.abstract(distillation.declaration(spec), model.dims, layout)
-    count = sum(x.size for x in jax.tree.leaves(held)) * spec.run.dtype.itemsize
-    split = layout.size(tuple(dict.fromkeys(a for c in "DFGHV" for a in layout.weight_axes(c))))
-    rows.append(MemoryRow("rollout: reference", count // split, None, "in the compute dtype"))
+  own, rows, held = spec.of(RL), [], _of_reference(spec)
+  summary: dict[str, Any] = {"reference": held}
+  if held:
+    rows.append(MemoryRow("reference", held, None, "in the compute dtype"))
+  if own.tasks:
+    drawn, summary["rollout"] = _of_rollout(spec, devices, gpu)
+    rows += drawn
+  if own.objective.has_reference or (own.tasks and not own.objective.beta):
+    program: Any = scoring.lower(spec, devices, own.temperature).compile()
+    summary["scoring"] = {"temporaries": program.memory_analysis().temp_size_in_bytes}
+    note = f"log-probabilities of {spec.microbatch} sequences"
+    rows.append(MemoryRow("scoring: temporaries", None, summary["scoring"]["temporaries"], note))
+  return rows, summary
+
+
+def _peaks(state: int, of_step: int, of_rl: dict[str, Any]) -> dict[str, int]:
+  """{"in the step": bytes, ...} of the moments of a run that learns by reinforcement.
+
+  Args:
+    state: of training.
+    of_step: the step's peak.
+    of_rl: as `_of_rl` returns it.
+  """
+  peaks = {"in the step": of_step + of_rl["reference"]}
+  if rollout := of_rl.get("rollout"):
+    peaks["while it draws"] = (
+      state + of_rl["reference"] + rollout["arguments"] + rollout["temporaries"]
+    )
+  if scoring_ := of_rl.get("scoring"):
+    peaks["while it scores"] = state + of_rl["reference"] + scoring_["temporaries"]
+  return peaks
+
+
+def _of_reference(spec: train_spec.TrainSpec) -> int:
+  """Bytes per device of the reference's own parameters; 0 where it has none."""
+  own = spec.of(RL)
+  if not own.objective.has_reference or distillation.is_base(spec, own.reference):
+    return 0
+  return sum(map(memory.nbytes, jax.tree.leaves(distillation.abstract_params(spec))))
+
+
+def _of_rollout(spec: train_spec.TrainSpec, devices, gpu: str) -> tuple[list[MemoryRow], dict]:
+  """(rows, bytes) of what draws: weights as products read them, keys and values, temporaries."""
+  own, g, served = spec.of(RL), spec.of(Generate), spec.run.layout.served()
   drawn = spec.with_recipe(own.rollout) if own.rollout else spec
   serving = capacity.Serving(
     spec.model, capacity.Gpu.named(gpu or "h200"), g.max_length, 0.0, g.cache_format,
     spec.run.dtype.itemsize,
   )  # fmt: skip
-  served = layout.served()
-  num = served.size(served.act_axes("F"))
+  num, shards = (served.size(served.act_axes(letter)) for letter in "FB")
   row = serving.row("", drawn.precision.phases[0].rules, num)
-  slots = -(-g.slots // served.size(served.act_axes("B")))
-  cache = slots * row.cache_per_sequence
-  note = f"{slots} sequences of {g.max_length} tokens"
-  rows.append(MemoryRow("rollout: weights", row.weights, None, f"shared by {num}"))
-  return [*rows, MemoryRow("rollout: keys and values", cache, None, note)]
+  slots = -(-g.slots // shards)
+  weights, cache = row.weights, slots * row.cache_per_sequence
+  prompt = batching.bucket(g.max_length - own.max_new_tokens, g.max_length)
+  sizes = slots * shards, g.max_length, g.cache_format, prompt
+  programs = generation_aot.lower(drawn, devices, *sizes)
+  analyses: list[Any] = [
+    program.compile().memory_analysis() for program in (programs.decode, programs.prefill)
+  ]
+  decode, prefill = (analysis.temp_size_in_bytes for analysis in analyses)
+  arguments = analyses[0].argument_size_in_bytes
+  rows = [
+    MemoryRow("rollout: weights, keys and values", weights + cache, arguments),
+    MemoryRow("  rollout: weights", weights, None, f"shared by {num}"),
+    MemoryRow("  rollout: keys and values", cache, None, f"{slots} x {g.max_length} tokens"),
+    MemoryRow("rollout: temporaries", None, max(decode, prefill), f"prompts of {prompt} tokens"),
+  ]
+  return rows, {
+    "weights": weights, "keys and values": cache, "arguments": arguments,
+    "temporaries": max(decode, prefill),
+  }  # fmt: skip

@@ -104,11 +104,11 @@ def _compiled(
     return {"problem": f"{row.format}: no sequence fits, nothing is compiled"}
   try:
     spec, devices = compiled_for()
-    lowered = aot.lower(spec, devices, row.batch, serving.length, serving.cache_format)
+    programs = aot.lower(spec, devices, row.batch, serving.length, serving.cache_format)
   except UserError as e:
     out.print(f"arithmetic alone, no decoding step was compiled: {e}")
     return {"problem": str(e)}
-  memory: Any = lowered.compile().memory_analysis()
+  memory: Any = programs.decode.compile().memory_analysis()
   step = {
     "sequences": row.batch,
     "arguments": memory.argument_size_in_bytes,

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import grain
-import jax
 import numpy as np
 
 from fp8jax import console as console_lib
@@ -24,9 +23,7 @@ from fp8jax.generation.completion import LENGTH
 from fp8jax.generation.settings import Generate
 from fp8jax.jobs import evaluate_tasks, rl_reward, run_state, start, train
 from fp8jax.jobs import generator as generator_lib
-from fp8jax.kernels import choose
-from fp8jax.models import lora, transformer
-from fp8jax.rl import pairs, reward, reward_model, rollout
+from fp8jax.rl import pairs, reward, reward_model, rollout, scoring
 from fp8jax.rl.settings import REWARD, RL
 from fp8jax.run import evaluator
 from fp8jax.step import distillation
@@ -167,7 +164,7 @@ class RLState(run_state.RunState):
         parts.append(pairs.laid_out(made, spec.data.seq_len, spec.global_batch))
       else:
         parts.append(rollout.laid_out(some, *size))
-        parts[-1]["old_BL"] = _logp(spec, own.temperature, state.params, sites, parts[-1])
+        parts[-1]["old_BL"] = scoring.logp(spec, own.temperature, state.params, sites, parts[-1])
       if self._reference is not None:
         parts[-1]["reference_BL"] = self._referred(state, sites, parts[-1])
     self._keep(path, parts, groups)
@@ -177,7 +174,7 @@ class RLState(run_state.RunState):
   def _referred(self, state, sites, part) -> np.ndarray:
     """float32 [B, L] log-probabilities of the reference."""
     frozen = distillation.of_student(self._reference, state.params)
-    return _logp(self.spec, self._own.temperature, frozen, sites, part, is_base=True)
+    return scoring.logp(self.spec, self._own.temperature, frozen, sites, part, is_base=True)
 
   def _say(self, cycle: int, groups: list[rollout.Group], kept: int, seconds: float | None):
     """Prints what a rollout brought, and keeps it for the metrics of the next step.
@@ -250,29 +247,6 @@ class PairState(RLState):
     spec = self.spec
     sites = evaluator.sites_of(spec, None, state.scaling_states, spec.phase(step))
     return {**batch, "reference_BL": self._referred(state, sites, batch)}, number
-
-
-def _logp(spec: TrainSpec, t: float, params, sites, part, is_base: bool = False) -> np.ndarray:
-  """float32 [B, L] log-probabilities of a batch's targets at a temperature, a microbatch at a time.
-
-  Args:
-    params: also of the reference.
-    is_base: whether they have no adapters, whatever the run's.
-  """
-  cfg, run = lora.without(spec.model) if is_base else spec.model, spec.run
-  names = ("tokens_BL", "targets_BL", "positions_BL", "segments_BL")
-  score, made = choose.program(_score, spec.device, ("cfg", "run", "t")), []
-  for n in range(0, len(part["tokens_BL"]), spec.microbatch):
-    rows = slice(n, n + spec.microbatch)
-    batch = {k: jax.device_put(part[k][rows], run.layout.act_sharding("BL")) for k in names}
-    made.append(np.asarray(score(params, sites, batch, cfg=cfg, run=run, t=t)))
-  return np.concatenate(made)
-
-
-def _score(params, sites, batch, *, cfg, run, t):
-  h_BLD = transformer.hidden(params, sites, batch, cfg, run)
-  of_head = (params, sites, batch["targets_BL"])
-  return transformer.log_probs(h_BLD, *of_head, cfg, run, t)[0]
 
 
 def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:

@@ -68,18 +68,19 @@ def attention(
 
 
 @jax.named_scope("attention")
-def cached_attention(q_BLHK, k_BMGK, v_BMGK, positions_BL, implementation: Implementation = "xla"):
+def cached_attention(q_BLHK, k_BGMK, v_BGMK, positions_BL, implementation: Implementation = "xla"):
   """Grouped-query attention of new tokens to a cache that holds their own keys already.
 
   Args:
     q_BLHK: queries; H is a multiple of G.
-    k_BMGK, v_BMGK: keys and values by position in the sequence; what lies beyond a token is unread.
+    k_BGMK, v_BGMK: keys and values by position in the sequence; what lies beyond a token is unread.
     positions_BL: int32 position of each query: it sees the first position + 1 keys.
     implementation: "fixed_order"; any other is XLA's.
 
   Returns:
     [B, L, H, K] in q's dtype; softmax in float32.
   """
+  k_BMGK, v_BMGK = (jnp.swapaxes(x, 1, 2) for x in (k_BGMK, v_BGMK))  # XLA's products move nothing
   if implementation == "fixed_order":
     first_BL = jnp.zeros_like(positions_BL)
     return fixed_order.forward(q_BLHK, k_BMGK, v_BMGK, first_BL, positions_BL)

@@ -37,8 +37,11 @@ def abstract(spec) -> Any:
   """The teacher's shapes, dtypes and shardings."""
   if not spec.distill.weight:
     return None
-  if is_base(spec, spec.distill.teacher):
-    return BASE
+  return BASE if is_base(spec, spec.distill.teacher) else abstract_params(spec)
+
+
+def abstract_params(spec) -> Any:
+  """Of a teacher's own parameters, as `abstract`."""
   declared = declaration(spec)
   params = params_lib.abstract(declared, spec.model.dims, spec.run.layout)
 

@@ -8,8 +8,10 @@ import pytest
 
 from fp8jax.compiled import aot, memory, saved_tensors, workspace, xla_buffers
 from fp8jax.config import files as config_files
+from fp8jax.config import resolve
 from fp8jax.errors import UserError
 from fp8jax.jobs import memory as memory_job
+from fp8jax.jobs import table
 from fp8jax.step import train_step
 
 
@@ -166,6 +168,7 @@ def test_the_job_says_on_stderr_what_it_returns_and_writes(tmp_path, capsys, mon
     assert row["kind"].strip() in err
   assert json.loads((tmp_path / "memory.json").read_text()) == json.loads(json.dumps(kept))
   assert sum(row["declared"] or 0 for row in kept["rows"]) >= kept["state_declared"] > 0
+  assert "rl" not in kept
   summary = {k: v for k, v in kept.items() if k != "rows"}
   summary["fp8_gemms"] = {**kept["fp8_gemms"], "found": 5, "planned": 6, "by": ["a", "b"]}
   summary["fp8_gemms"]["problem"] = "one is missing"
@@ -176,6 +179,32 @@ def test_the_job_says_on_stderr_what_it_returns_and_writes(tmp_path, capsys, mon
   assert err.startswith("compiling the step for cpu\n")
   assert err.endswith("per step and device: 5 of 6 planned, by a, b; one is missing\n")
   assert not (tmp_path / "none").exists()
+
+
+def test_what_a_run_holds_that_learns_from_its_own_completions(capsys):
+  """A reference, a rollout of 6 sequences of 40 tokens, and the pass that scores it: by hand."""
+  c = harness.tiny_config("bf16", **{
+    "rl.tasks": "learned.jsonl", "rl.kl": 0.5, "rl.samples": 2, "rl.max_new_tokens": 16,
+    "init.workdir": "before", "init.weights_only": True, "generate.slots": 6,
+    "generate.max_length": 40,
+  })  # fmt: skip
+  spec = resolve.resolve(c, 1, harness.CPU, needs=table.JOBS["memory"].needs)
+  made = memory_job.run(spec, jax.devices()[:1], "", "")
+  model, of_rl, state = spec.model, made["rl"], made["state_declared"]
+  weights = 4 * sum(x.size for x in jax.tree.leaves(train_step.abstract_state(spec, 0).params))
+  cache = 2 * 4 * model.num_layers * 6 * 40 * model.num_kv_heads * model.head_dim
+  rollout, scoring = of_rl["rollout"], of_rl["scoring"]["temporaries"]
+  assert of_rl["reference"] == weights == rollout["weights"]
+  assert rollout["keys and values"] == cache
+  assert weights + cache + 16 * 6 <= rollout["arguments"] < weights + cache + 16 * 6 + 4096
+  # A forward pass saves nothing for a backward one, nor has it gradients.
+  assert 0 < scoring < made["temporaries_compiled"] - weights
+  assert of_rl["peaks"] == {
+    "in the step": made["peak"] + weights,
+    "while it draws": state + weights + rollout["arguments"] + rollout["temporaries"],
+    "while it scores": state + weights + scoring,
+  }
+  assert f"{of_rl['peaks']['while it draws'] / 2**30:.3f} GiB while it" in capsys.readouterr().err
 
 
 def test_unknown_targets_are_refused():

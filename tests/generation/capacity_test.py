@@ -177,15 +177,22 @@ def test_what_cannot_be_planned_is_refused():
 
 
 def compiled():
-  """The decoding step of two layers for two H100s, in codes and over an E4M3 cache."""
-  c = harness.tiny_config("fp8_dynamic", **{"generate.cache_format": "e4m3"})
-  c.plan_inference.formats, c.plan_inference.reserve = (), 0.98
-  return dispatch.call("plan_inference", c, base.get_config(), "", topology="h100:2")["compiled"]
+  """The decoding step of eight layers for two H100s, in codes, for each format of the cache."""
+  steps = {}
+  for format_ in ("compute", "e4m3"):
+    changes = {"generate.cache_format": format_, "model.num_layers": 8}
+    c = harness.tiny_config("fp8_dynamic", **changes)
+    c.plan_inference.formats, c.plan_inference.reserve = (), 0.98
+    of_job = dispatch.call("plan_inference", c, base.get_config(), "", topology="h100:2")
+    steps[format_] = of_job["compiled"]
+  return steps
 
 
 @pytest.mark.aot
 def test_a_compiled_decoding_step_has_the_bytes_of_the_arithmetic():
-  """Beside them it takes a token, a position and a seed per sequence, and what sites carry."""
-  step = aot_harness.elsewhere("compiled()", __file__)
-  extra = step["arguments"] - step["declared"]
-  assert 12 * step["sequences"] <= extra < 12 * step["sequences"] + 4096
+  """Beside them it takes a token, a position and a seed per sequence, and what sites carry; and no
+  copy of the cache, of which it reads a layer at a time."""
+  for step in aot_harness.elsewhere("compiled()", __file__).values():
+    extra = step["arguments"] - step["declared"]
+    assert 12 * step["sequences"] <= extra < 12 * step["sequences"] + 4096
+    assert step["temporaries"] < 0.7 * step["declared"]
