@@ -2,6 +2,7 @@
 
 what:      |logp(rollout) - logp(training's forward pass)| of sampled tokens of SmolLM2-135M
 command:   JAX_PLATFORMS=cpu python experiments/2026_invariance/mismatch.py run DIR    (resumes)
+           JAX_PLATFORMS=cpu python experiments/2026_invariance/mismatch.py bytes DIR  (resumes)
            JAX_PLATFORMS=cpu python experiments/2026_invariance/mismatch.py table DIR  (README)
 needs:     assets/smollm2-135m (make run)
 hardware:  two CPU cores, 4 GB
@@ -11,7 +12,8 @@ by 32 tokens at temperature 1, three sequences at a time. Training's pass sees t
 packed by threes in rows of 256, isolated, and weights as the optimizer keeps them. Rollout and
 training are separately compiled; nothing else differs. Intervals are bootstraps over sequences at
 95 % together for the rows. The cost is CPU-seconds of a step (loss and gradients, 512 tokens, full
-recomputation) and of 32 decoded tokens of three sequences, medians of three in turn.
+recomputation) and of 32 decoded tokens of three sequences, medians of three in turn; and the
+temporaries of the compiled step.
 """
 
 import argparse
@@ -71,14 +73,33 @@ def packed(texts: list[list[int]]):
   return jax.tree.map(jnp.asarray, batch), places
 
 
-def of_arm(recipe: str, dtype: str, is_invariant: bool) -> dict:
-  """{"differences": of every sequence its tokens', "step", "decode": CPU-seconds}."""
+def model(recipe: str, dtype: str, is_invariant: bool):
+  """(spec, how it computes, sites, parameters) of an arm."""
   spec, params, _ = tensors.smollm2(
     recipe, length=ROW, sequences=2,
     **{"precision.compute_dtype": dtype, "memory.remat_policy": "full"},
   )  # fmt: skip
   run = dataclasses.replace(spec.run, is_invariant=is_invariant, dtype=jnp.dtype(dtype))
-  sites = site_lib.with_current_scales(spec.sites())
+  return spec, run, site_lib.with_current_scales(spec.sites()), params
+
+
+def step_of(spec, run, sites, batch):
+  """Loss and gradients of the first two rows of a batch."""
+  few = jax.tree.map(lambda x: x[:2], batch)
+  return jax.jit(jax.value_and_grad(lambda p: transformer.loss(p, sites, few, spec.model, run)))
+
+
+def temporaries(recipe: str, dtype: str, is_invariant: bool) -> int:
+  """Bytes of the compiled step beside its arguments and results."""
+  *of_step, params = model(recipe, dtype, is_invariant)
+  batch, _ = packed([[0] * (length + NEW) for length in LENGTHS])
+  memory = step_of(*of_step, batch).lower(params).compile().memory_analysis()
+  return memory.temp_size_in_bytes
+
+
+def of_arm(recipe: str, dtype: str, is_invariant: bool) -> dict:
+  """{"differences": of every sequence its tokens', "step", "decode": CPU-seconds}."""
+  spec, run, sites, params = model(recipe, dtype, is_invariant)
   tokenizer = spec.data.tokenizer
   generator = api.Generator(
     params, sites, spec.model, run, tokenizer, [10**6], slots=SLOTS, max_length=128
@@ -98,10 +119,7 @@ def of_arm(recipe: str, dtype: str, is_invariant: bool) -> dict:
     (logp_BL[row, here][-NEW:] - np.array(c.logp)).tolist()
     for (row, here), c in zip(places, completions, strict=True)
   ]
-  few = jax.tree.map(lambda x: x[:2], batch)
-  step = jax.jit(
-    jax.value_and_grad(lambda p: transformer.loss(p, sites, few, spec.model, run))
-  )  # fmt: skip
+  step = step_of(spec, run, sites, batch)
   short = Sampling(temperature=1.0, max_new_tokens=NEW)
   return {
     "differences": differences,
@@ -134,11 +152,27 @@ def run(target: pathlib.Path):
       print(f"{recipe}, {dtype}, {arm}: at most {worst:.3g} nats", flush=True)
 
 
+def bytes_(target: pathlib.Path):
+  target.mkdir(parents=True, exist_ok=True)
+  for recipe, dtype in RECIPES:
+    for arm, is_invariant in ARMS.items():
+      path = target / f"{recipe}-{dtype}-{is_invariant}.bytes.json"
+      if not path.exists():
+        row = {"recipe": recipe, "dtype": dtype, "arm": arm}
+        row["temporaries"] = temporaries(recipe, dtype, is_invariant)
+        row["provenance"] = provenance.provenance({}, "assets named in the script", 0)
+        records.write_atomic(str(path), records.to_json(row))
+        print(f"{recipe}, {dtype}, {arm}: {row['temporaries'] / 2**20:,.0f} MiB", flush=True)
+
+
 def table(target: pathlib.Path):
-  rows = [json.loads(p.read_text()) for p in sorted(target.glob("*.json"))]
-  by_arm = {(r["recipe"], r["dtype"], r["arm"]): r for r in rows}
+  every = [json.loads(p.read_text()) for p in sorted(target.glob("*.json"))]
+  rows, sizes = ([r for r in every if key in r] for key in ("differences", "temporaries"))
+  by_arm, sizes_by_arm = (
+    {(r["recipe"], r["dtype"], r["arm"]): r for r in of} for of in (rows, sizes)
+  )
   head = ["recipe", "computed in", "pass", "mean abs. difference, nats", "largest", "tokens apart",
-          "CPU-s of a step", "of 96 decoded tokens"]  # fmt: skip
+          "CPU-s of a step", "its temporaries, MiB", "CPU-s of 96 decoded tokens"]  # fmt: skip
   lines = []
   for recipe, dtype in RECIPES:
     for arm in ARMS:
@@ -150,15 +184,15 @@ def table(target: pathlib.Path):
       lines.append([
         f"`{recipe}`", dtype, arm, f"{i.estimate:.2g} [{i.low:.2g}, {i.high:.2g}]",
         f"{each.max():.2g}", f"{100 * (each > 0).mean():.0f} %", f"{row['step']:.1f}",
-        f"{row['decode']:.1f}",
+        f"{sizes_by_arm[recipe, dtype, arm]['temporaries'] / 2**20:,.0f}", f"{row['decode']:.1f}",
       ])  # fmt: skip
-  (HERE / "results.json").write_text(json.dumps({"rows": rows}) + "\n")
+  (HERE / "results.json").write_text(json.dumps({"rows": rows, "bytes": sizes}) + "\n")
   tensors.write_table(HERE, tensors.markdown(head, lines))
 
 
 if __name__ == "__main__":
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("command", choices=("run", "table"))
+  parser.add_argument("command", choices=("run", "bytes", "table"))
   parser.add_argument("folder", type=pathlib.Path)
   args = parser.parse_args()
-  {"run": run, "table": table}[args.command](args.folder)
+  {"run": run, "bytes": bytes_, "table": table}[args.command](args.folder)
