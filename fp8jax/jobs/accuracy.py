@@ -13,6 +13,7 @@ from fp8jax.evaluation.tasks import Task
 from fp8jax.generation import api
 from fp8jax.generation.completion import ERROR
 from fp8jax.generation.settings import Generate
+from fp8jax.generation.stoppable import AskedToStop, Stoppable
 from fp8jax.jobs import evaluate_tasks, resume, run_state
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.phases import policy
@@ -77,13 +78,13 @@ class TaskAccuracy:
 
   def run(
     self, spec: train_spec.TrainSpec, params, scaling_states: Mapping[str, Any], phase: int,
-    step: int, stop: Callable[[int], bool] | None = None,
+    step: int, stop: Callable[[], bool],
   ) -> dict[str, float] | None:  # fmt: skip
     """Asks every task, all of its questions, in the first forward pass of eval.precisions.
 
     Nothing of an earlier evaluation of the step is used again: after a roll-back its parameters are
     others. Prompts, outputs and verdicts go to WORKDIR/evaluation/training_step_N. `stop` is asked
-    before every task whether to leave.
+    at every piece of text whether to leave.
 
     Returns:
       {"accuracy/TASK": share of right answers, ..., "accuracy": their mean}; {} without tasks, None
@@ -101,17 +102,17 @@ class TaskAccuracy:
     rules = spec.precision.phases[phase].rules
     settings = {"step": step, **evaluate_tasks.how_asked(spec, precision, rules)}
     try:
-      return self._answered(spec, self._generator, settings, label, stop)
+      return self._answered(spec, Stoppable(self._generator, stop), settings, label)
+    except AskedToStop:
+      return None
     finally:
       self._generator.release()
 
-  def _answered(self, spec, generator: api.Generator, settings, label: str, stop):
+  def _answered(self, spec, generator: Stoppable, settings, label: str):
     step, own, shares = settings["step"], spec.of(Tasks), {}
     folder = os.path.join(self._workdir, store.FOLDER, f"training_step_{step}")
     shutil.rmtree(folder, ignore_errors=True)
-    for i, task in enumerate(self._tasks):
-      if stop is not None and stop(i):
-        return None
+    for task in self._tasks:
       asked = {**settings, "chat": own.chat or task.chat}
       done = run_lib.evaluate(task, generator, self._ask, folder, asked, own.seed, lambda _: None)
       shares[f"{policy.ACCURACY}/{task.name}"] = share = float(done.scores_IJ.mean())
@@ -129,15 +130,16 @@ class RunEvaluation:
     self._tasks, self._now, self._saver, self._reports = tasks, now, saver, reports
     self._evaluator = now.evaluator()
 
-  def run(self, state: State, step: int, stop: Callable[[int], bool] | None = None) -> bool:
-    """Whether there is an evaluation of this step now, if there shall be any."""
+  def run(self, state: State, step: int) -> bool:
+    """Whether there is an evaluation of this step now, if there shall be any; not if the run is
+    asked to stop meanwhile. The same command then makes it."""
     now, done, reports = self._now, self._saver.evaluations, self._reports
     if str(step) in done or not (now.spec.eval.tokens or self._tasks):
       return True
     phase, scaling_states = now.spec.phase(max(step - 1, 0)), state.scaling_states
     if now.calibration and not step:
       scaling_states = now.calibration[phase]
-    self._evaluator.spec = now.spec
+    self._evaluator.spec, stop = now.spec, lambda: now.requested(step)
     with reports.clock.on("evaluation"):
       results, is_text = {}, bool(now.spec.eval.tokens)
       if is_text:

@@ -21,6 +21,7 @@ from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation import api
 from fp8jax.generation.completion import LENGTH
 from fp8jax.generation.settings import Generate
+from fp8jax.generation.stoppable import AskedToStop, Stoppable
 from fp8jax.jobs import evaluate_tasks, rl_reward, run_state, start, train
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.rl import pairs, reward, reward_model, rollout, scoring
@@ -103,11 +104,17 @@ class RLState(run_state.RunState):
     return "data_wait" if is_kept else "rollout"
 
   def next_batch(self, state, step: int):
-    """(the part of the rollout that the step after `step` steps learns from, its number)."""
+    """(the part of the rollout that the step after `step` steps learns from, its number); None for
+    the part if the run was asked to stop while it drew, as if it had not begun to."""
     (cycle, part), self._values = divmod(step, self._own.updates_per_rollout), {}
     if not part or self._update[0] != cycle:
-      path = os.path.join(self._folder, f"{cycle:06d}")
-      self._update = cycle, self._saved(path) if part else self._drawn(state, step, cycle, path)
+      iterator = self.batches.iterator
+      path, position = os.path.join(self._folder, f"{cycle:06d}"), iterator.get_state()
+      try:
+        self._update = cycle, self._saved(path) if part else self._drawn(state, step, cycle, path)
+      except AskedToStop:
+        iterator.set_state(position)
+        return None, step
     return self._update[1][part], step
 
   def place(self, host):
@@ -151,7 +158,7 @@ class RLState(run_state.RunState):
     else:
       self._generator.take(state.params, drawing)
     begun = time.perf_counter()
-    generate = self._generator.generate
+    generate = Stoppable(self._generator, lambda: self.requested(step)).generate
     groups, all_ = rollout.collect(self._questions, generate, self._judge, rules, own.objective)
     seconds = time.perf_counter() - begun
     self._generator.release()

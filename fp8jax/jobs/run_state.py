@@ -1,7 +1,7 @@
 """The state of a run beside its parameters: its recipes, its data, and what is checked."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ class RunState:
     shares: of FP8, in the phase.
     watch: alarms of the phase.
     has_scales: whether a checkpoint's scales are those of its phase.
+    requested: whether to stop before a step, as Interrupts.requested.
   """
 
   def __init__(
@@ -52,6 +53,7 @@ class RunState:
     self.shares: dict[str, float] = {}
     self.watch = run_alarms.AlarmMonitor(self.spec.log.alarms, {})
     self.has_scales = False
+    self.requested: Callable[[int], bool] = lambda step: False
     self._proven: train_spec.TrainSpec | None = None
     self._compiled: set[Any] = set()  # (rules, whether loud) of steps taken here
 
@@ -66,7 +68,8 @@ class RunState:
     return "data_wait"
 
   def next_batch(self, state: State, step: int):
-    """(the host's batch of the step after `step` steps, its number)."""
+    """(the host's batch of the step after `step` steps, its number); None for a batch that takes
+    long where `requested` says to stop meanwhile."""
     del state
     return self.policies.next_batch(self.batches.iterator, step)
 

@@ -116,6 +116,7 @@ def _train(
   start.describe(spec, workdir, first, changes, fingerprint, rows)
   try:
     with preemption.Interrupts() as asked:
+      now.requested = asked.requested
       if not saver.evaluations:
         evaluation.run(state, first)
       if decide.has_roll_back(spec.precision.policy) and not saver.checkpoints.steps():
@@ -127,7 +128,7 @@ def _train(
       with reports.clock.on("checkpoint"):
         saver.checkpoints.wait()
       # All is saved: the last evaluation may be left, and made by the same command.
-      if reached >= spec.steps and evaluation.run(state, reached, asked.requested):
+      if reached >= spec.steps and evaluation.run(state, reached):
         return reports.end(now, reached, last, state, saver.evaluations)
       then = f"the same command goes on from there (exit code {asked.exit_code})"
       out.print(f"interrupted: saved step {reached}; {then}")
@@ -158,6 +159,8 @@ def _loop(
       settle()
     with clock.on(feeds_by):
       host, number = now.next_batch(state, step)
+    if host is None:
+      break
     if feeds_by != "data_wait":
       reports.speed.restart(is_next=bool(last))
     if now.spec.phase(step) != now.phase:

@@ -59,7 +59,7 @@ class Evaluator:
 
   def run(
     self, params, scaling_states: Mapping[str, Any], phase: int = 0,
-    stop: Callable[[int], bool] | None = None,
+    stop: Callable[[], bool] | None = None,
   ):  # fmt: skip
     """As evaluator.Evaluator.run: {SOURCE: {precision: {"loss", "tokens": pairs, "accuracy", "low",
     "high": Wilson's interval of the share that is ranked right, "margin": of the scores}}}."""
@@ -67,8 +67,8 @@ class Evaluator:
     for label, recipe in evaluator.precisions(self.spec, phase).items():
       sites = evaluator.sites_of(self.spec, recipe, scaling_states, phase)
       run, parts = evaluator.run_of(self.spec, recipe, sites), []
-      for i, batch in enumerate(self._batches):
-        if stop is not None and stop(i):
+      for batch in self._batches:
+        if stop is not None and stop():
           return {}
         parts.append(self._sums(params, sites, self._spread.place(dict(batch)), run=run))
       parts = jax.device_get(parts)

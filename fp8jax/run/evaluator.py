@@ -53,7 +53,7 @@ class Evaluator:
 
   def run(
     self, params, scaling_states: Mapping[str, Any], phase: int = 0,
-    stop: Callable[[int], bool] | None = None,
+    stop: Callable[[], bool] | None = None,
   ):  # fmt: skip
     """Evaluates in the recipes of a phase of the precision schedule and in BF16 (eval.precisions).
 
@@ -99,8 +99,8 @@ class Evaluator:
     stream = loader.heldout_batches(
       spec.data, source, spread.local_rows, self._num_batches, spread.shard, counts
     )
-    for i, batch in enumerate(stream):
-      if stop is not None and stop(i):
+    for batch in stream:
+      if stop is not None and stop():
         return {}
       batch = spread.place(batch)
       for precision, (sites, run) in sites_of.items():

@@ -24,7 +24,7 @@ class Interrupts(contextlib.AbstractContextManager):
 
   def __init__(self):
     self._signal: int | None = None
-    self._questions = 0
+    self._questions, self._is_reached = 0, False
     self._before = {}
 
   def __enter__(self):
@@ -56,6 +56,7 @@ class Interrupts(contextlib.AbstractContextManager):
     del step
     if jax.process_count() == 1:
       return self._signal is not None
-    # JAX counts questions, in training and in the evaluation after it.
-    self._questions += 1
-    return multihost_utils.reached_preemption_sync_point(self._questions)
+    # JAX counts questions, in training and in evaluations, and says yes to one.
+    self._questions += not self._is_reached
+    self._is_reached |= multihost_utils.reached_preemption_sync_point(self._questions)
+    return self._is_reached

@@ -103,10 +103,12 @@ def test_answers_of_the_steps_own_parameters_lower_the_rate_stopped_or_not(tmp_p
   first = store.read_rows(f"{whole}/evaluation/training_step_0/q.jsonl")
   assert [row["output"] for row in first] != [row["output"] for row in saved]
 
-  # Stopped after step 3, then killed between the two tasks of step 6, then begun again.
+  # Stopped at an answer of step 4, then killed between the two tasks of step 6, then begun again.
   with monkeypatch.context() as patch:
-    patch.setattr(preemption.Interrupts, "requested", lambda self, step: step >= 3)
+    asked = broken / "evaluation/training_step_4"
+    patch.setattr(preemption.Interrupts, "requested", lambda self, step: asked.exists())
     harness.train_on_text(broken, **changes)
+  assert 4 not in shares(broken)
   asks = run_lib.evaluate
 
   def killed(task, generator, ask, folder, *more):

@@ -93,10 +93,19 @@ def test_a_step_learns_from_its_part_and_a_run_goes_on_within_a_rollout(
     gaps = np.abs(part["old"] - part["rollout"])[drawn]
     assert found[2 * cycle + 1]["rl/mismatch"] == pytest.approx(gaps.mean(), abs=1e-8)
   assert found[4]["rl/kl_to_old"] > 1e-9  # of parameters that the update before moved
-  for stop in (1, 4):
+  asked = []
+
+  def while_it_draws(_, step):  # the fourth time: once before, and at the third piece of text
+    asked.extend([step] * (step >= 2))
+    return len(asked) > 3
+
+  for stop in (1, 2, 4):
     with monkeypatch.context() as m:
-      m.setattr(preemption.Interrupts, "requested", lambda _, step, stop=stop: step >= stop)
-      run(tmp_path / "parts", questions)
+      at_step = lambda _, step, stop=stop: step >= stop  # noqa: E731
+      m.setattr(preemption.Interrupts, "requested", while_it_draws if stop == 2 else at_step)
+      end = run(tmp_path / "parts", questions)
+    if stop == 2:
+      assert end["step"] == 2 and not (tmp_path / "parts/rollouts/000001.jsonl").exists()
     if stop == 1:
       with pytest.raises((ConfigError, UserError), match="rl.reward"):
         (tmp_path / "rewards.py").write_text(REWARD + "\n")

@@ -1,0 +1,35 @@
+"""A generator that leaves off where its run is asked to save and leave."""
+
+import dataclasses
+from collections.abc import Callable
+
+from fp8jax.generation.api import Generator
+from fp8jax.generation.settings import Sampling
+
+
+class AskedToStop(Exception):
+  """`Stoppable.stop` said so."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stoppable:
+  """A generator that stops at the next piece of text.
+
+  Attributes:
+    generator: whose completions they are.
+    stop: whether to raise AskedToStop; is asked at every piece.
+  """
+
+  generator: Generator
+  stop: Callable[[], bool]
+
+  def generate(self, prompts, sampling: Sampling, num_samples: int = 1, on_text=None):
+    """As Generator.generate."""
+
+    def push(*of_text):
+      if self.stop():
+        raise AskedToStop
+      if on_text is not None:
+        on_text(*of_text)
+
+    return self.generator.generate(prompts, sampling, num_samples, push)
