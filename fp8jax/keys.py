@@ -80,6 +80,9 @@ def key(
 ) -> Any:
   """Declares a key as a field of a section; see Key.
 
+  The default of a key that joins a section is what was computed before it: a run that began without
+  the key goes on with the default.
+
   Args:
     affects, mapped: None takes the section's.
   """

@@ -76,12 +76,22 @@ def without_removed(flat: Mapping[str, Any]) -> dict[str, Any]:
   return {k: v for k, v in flat.items() if k not in REMOVED or REMOVED[k][1] not in (None, v)}
 
 
+def _later(names: Collection[str]) -> dict[str, Any]:
+  """Keys that a configuration of an earlier version lacks, at their defaults."""
+  keys = (registry.KEYS[name] for name in names if name in registry.KEYS)
+  return {one.name: json.loads(json.dumps(one.default)) for one in keys}
+
+
 def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
   """{key: (old value, new value)} where two flat configurations differ; absent is None.
 
-  A key of earlier versions is a difference where its old value is not the one that is fixed now.
+  A key of earlier versions is a difference where its old value is not the one that is fixed now. A
+  key that came later has its default in `old`, with which such versions computed; of an empty
+  `old`, that of no run, it is absent.
   """
   new, old = (_with_read_rope(without_removed(flat)) for flat in (new, old))
+  if old:
+    old = _later(new.keys() - old.keys()) | old
   keys = sorted(new.keys() | old.keys())
   return {k: (old.get(k), new.get(k)) for k in keys if old.get(k) != new.get(k)}
 

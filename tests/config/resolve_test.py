@@ -506,6 +506,18 @@ def test_accepted_changes_are_not_refused():
   assert identity.refused_changes(changed, ("optim", "optim.peak")) == ["optim.peak_lr", "steps"]
 
 
+def test_a_run_that_began_before_a_key_goes_on_with_its_default_alone():
+  now = identity.flatten(_config())
+  then = {k: v for k, v in now.items() if k not in ("optim.clip_groups", "rl.tasks")}
+  assert len(then) == len(now) - 2 and identity.diff(now, then) == {}
+  other = {**now, "optim.clip_groups": True}
+  assert identity.refused_changes(identity.diff(other, then), ()) == ["optim.clip_groups"]
+  assert identity.diff(now, {}).keys() == {k for k, v in now.items() if v is not None}
+  # What is written and unknown is a difference, and so is what only the new one has.
+  assert identity.diff(now, {**then, "optim.gone": 1}) == {"optim.gone": (1, None)}
+  assert identity.diff({**now, "rl.reward": "f 12"}, then) == {"rl.reward": ("", "f 12")}
+
+
 @pytest.mark.parametrize(
   "kind, old, new, is_same",
   [
