@@ -11,6 +11,12 @@ class AskedToStop(Exception):
   """`Stoppable.stop` said so."""
 
 
+def heed(stop: Callable[[], bool]):
+  """Raises AskedToStop if it says so."""
+  if stop():
+    raise AskedToStop
+
+
 @dataclasses.dataclass(frozen=True)
 class Stoppable:
   """A generator that stops at the next piece of text.
@@ -27,8 +33,7 @@ class Stoppable:
     """As Generator.generate."""
 
     def push(*of_text):
-      if self.stop():
-        raise AskedToStop
+      heed(self.stop)
       if on_text is not None:
         on_text(*of_text)
 

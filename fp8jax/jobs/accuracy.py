@@ -131,8 +131,10 @@ class RunEvaluation:
     self._evaluator = now.evaluator()
 
   def run(self, state: State, step: int) -> bool:
-    """Whether there is an evaluation of this step now, if there shall be any; not if the run is
-    asked to stop meanwhile. The same command then makes it."""
+    """Whether the evaluation of this step is there, made now or before; True where there are none.
+
+    A run that is asked to stop meanwhile leaves it unmade. The resumed run makes it.
+    """
     now, done, reports = self._now, self._saver.evaluations, self._reports
     if str(step) in done or not (now.spec.eval.tokens or self._tasks):
       return True

@@ -35,7 +35,7 @@ def run(
   out.print(f"compiling the step for {topology or devices[0].device_kind}")
   compiled, summary = memory.compiled(spec, aot.lower(spec, devices))
   rows += compiled
-  if (own := spec.sections.get(RL)) and own.loss != REWARD:
+  if (own := spec.sections.get(RL)) and (own.tasks or own.pairs) and own.loss != REWARD:
     beside, summary["rl"] = _of_rl(spec, devices, aot.parse(topology)[0] if topology else "")
     rows += beside
   out.print(memory.table(rows, summary))

@@ -21,7 +21,7 @@ from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation import api
 from fp8jax.generation.completion import LENGTH
 from fp8jax.generation.settings import Generate
-from fp8jax.generation.stoppable import AskedToStop, Stoppable
+from fp8jax.generation.stoppable import AskedToStop, Stoppable, heed
 from fp8jax.jobs import evaluate_tasks, rl_reward, run_state, start, train
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.rl import pairs, reward, reward_model, rollout, scoring
@@ -157,11 +157,14 @@ class RLState(run_state.RunState):
       self._generator = generator_lib.make(spec, self._workdir, state.params, drawing)
     else:
       self._generator.take(state.params, drawing)
+    stop = lambda: self.requested(step)  # noqa: E731
     begun = time.perf_counter()
-    generate = Stoppable(self._generator, lambda: self.requested(step)).generate
-    groups, all_ = rollout.collect(self._questions, generate, self._judge, rules, own.objective)
+    try:
+      generate = Stoppable(self._generator, stop).generate
+      groups, all_ = rollout.collect(self._questions, generate, self._judge, rules, own.objective)
+    finally:
+      self._generator.release()
     seconds = time.perf_counter() - begun
-    self._generator.release()
     size = rules, own.objective, spec.global_batch, spec.data.seq_len
     parts = []
     for n in range(own.updates_per_rollout):
@@ -171,17 +174,19 @@ class RLState(run_state.RunState):
         parts.append(pairs.laid_out(made, spec.data.seq_len, spec.global_batch))
       else:
         parts.append(rollout.laid_out(some, *size))
-        parts[-1]["old_BL"] = scoring.logp(spec, own.temperature, state.params, sites, parts[-1])
+        scored = own.temperature, state.params, sites, parts[-1]
+        parts[-1]["old_BL"] = scoring.logp(spec, *scored, before_each=lambda: heed(stop))
       if self._reference is not None:
-        parts[-1]["reference_BL"] = self._referred(state, sites, parts[-1])
+        parts[-1]["reference_BL"] = self._referred(state, sites, parts[-1], lambda: heed(stop))
     self._keep(path, parts, groups)
     self._say(cycle, all_, len(groups), None if compiles else seconds)
     return parts
 
-  def _referred(self, state, sites, part) -> np.ndarray:
+  def _referred(self, state, sites, part, before_each=lambda: None) -> np.ndarray:
     """float32 [B, L] log-probabilities of the reference."""
     frozen = distillation.of_student(self._reference, state.params)
-    return scoring.logp(self.spec, self._own.temperature, frozen, sites, part, is_base=True)
+    scored = self._own.temperature, frozen, sites, part
+    return scoring.logp(self.spec, *scored, is_base=True, before_each=before_each)
 
   def _say(self, cycle: int, groups: list[rollout.Group], kept: int, seconds: float | None):
     """Prints what a rollout brought, and keeps it for the metrics of the next step.

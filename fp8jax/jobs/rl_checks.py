@@ -113,12 +113,17 @@ def _rollout_problems(spec: TrainSpec) -> list[str]:
       "precision.policy rolls back with --job=rl: its batches are drawn by the parameters, and the "
       "same ones would come again; leave that policy out"
     )
-  if not g.max_length:
-    texts.append(
-      "generate.max_length=0: the cache of a rollout has one size, so that a completion does not "
-      "depend on others; set it to the longest prompt and completion together"
-    )
-  return texts
+  return texts + memory_problems(spec)
+
+
+def memory_problems(spec: TrainSpec) -> list[str]:
+  """The problems of what a rollout holds, in words; none without a rollout."""
+  if not spec.of(RL).tasks or spec.of(Generate).max_length:
+    return []
+  return [
+    "generate.max_length=0: the cache of a rollout has one size, so that a completion does not "
+    "depend on others; set it to the longest prompt and completion together"
+  ]
 
 
 def _reference_problems(spec: TrainSpec) -> list[str]:

@@ -68,8 +68,11 @@ class RunState:
     return "data_wait"
 
   def next_batch(self, state: State, step: int):
-    """(the host's batch of the step after `step` steps, its number); None for a batch that takes
-    long where `requested` says to stop meanwhile."""
+    """(the host's batch of the step after `step` steps, its number).
+
+    The batch is None where making it takes long, `requested` says to stop meanwhile, and nothing
+    was changed.
+    """
     del state
     return self.policies.next_batch(self.batches.iterator, step)
 

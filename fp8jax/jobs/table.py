@@ -185,7 +185,10 @@ JOBS = {
     calibrate.run, Needs((Calibrate,), checks.calibrate_problems, of_weights=True), option="out"
   ),
   "diagnose": Job(diagnose.run, Needs((RL,), takes_scores=True)),
-  "memory": Job(memory.run, Needs((Generate, RL)), _program, "topology", is_for_resolve=True),
+  "memory": Job(
+    memory.run, Needs((Generate, RL), problems_of_spec=rl_checks.memory_problems), _program,
+    "topology", is_for_resolve=True,
+  ),
   "plan_inference": Job(
     plan_inference.run,
     Needs((Generate, PlanInference), checks.plan_inference_problems, is_served=_always, batches=()),

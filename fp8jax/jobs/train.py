@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import rich.console
 
 from fp8jax import console as console_lib
 from fp8jax.config import identity
@@ -117,8 +118,8 @@ def _train(
   try:
     with preemption.Interrupts() as asked:
       now.requested = asked.requested
-      if not saver.evaluations:
-        evaluation.run(state, first)
+      if not saver.evaluations and not evaluation.run(state, first):
+        return _interrupted(out, asked, first, "before a step of its own, nothing to save")
       if decide.has_roll_back(spec.precision.policy) and not saver.checkpoints.steps():
         saver.save(first, state)  # to go back to
       state, first = _caught_up(now, saver, reports, evaluation, state, first)
@@ -130,13 +131,20 @@ def _train(
       # All is saved: the last evaluation may be left, and made by the same command.
       if reached >= spec.steps and evaluation.run(state, reached):
         return reports.end(now, reached, last, state, saver.evaluations)
-      then = f"the same command goes on from there (exit code {asked.exit_code})"
-      out.print(f"interrupted: saved step {reached}; {then}")
-      return {"step": reached, "exit_code": asked.exit_code}
+      return _interrupted(out, asked, reached, f"saved step {reached}")
   finally:
     reports.log.close()
     saver.checkpoints.close()
     batches.iterator.close()
+
+
+def _interrupted(
+  out: rich.console.Console, asked: preemption.Interrupts, step: int, what: str
+) -> dict[str, Any]:
+  """The result of a run that stops because it was asked to."""
+  then = f"the same command goes on from there (exit code {asked.exit_code})"
+  out.print(f"interrupted: {what}; {then}")
+  return {"step": step, "exit_code": asked.exit_code}
 
 
 def _loop(

@@ -1,5 +1,7 @@
 """Log-probabilities of a batch's targets as training's forward pass has them."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,17 +15,22 @@ from fp8jax.step.train_spec import TrainSpec
 _INPUTS = ("tokens_BL", "targets_BL", "positions_BL", "segments_BL")
 
 
-def logp(spec: TrainSpec, t: float, params, sites, part, is_base: bool = False) -> np.ndarray:
+def logp(
+  spec: TrainSpec, t: float, params, sites, part, is_base: bool = False,
+  before_each: Callable[[], None] = lambda: None,
+) -> np.ndarray:  # fmt: skip
   """float32 [B, L] log-probabilities at a temperature, a microbatch at a time.
 
   Args:
     params: also of the reference.
     part: int32 [B, L] of _INPUTS.
     is_base: whether they have no adapters, whatever the run's.
+    before_each: is called before every microbatch, and may raise.
   """
   cfg, run = lora.without(spec.model) if is_base else spec.model, spec.run
   program, made = _program(spec), []
   for n in range(0, len(part["tokens_BL"]), spec.microbatch):
+    before_each()
     rows = slice(n, n + spec.microbatch)
     batch = {k: jax.device_put(part[k][rows], run.layout.act_sharding("BL")) for k in _INPUTS}
     made.append(np.asarray(program(params, sites, batch, cfg=cfg, run=run, t=t)))

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a question that the training loop answers between steps.
+"""SIGTERM and Ctrl-C as a question that a run asks between steps and within what takes long.
 
 Exit codes: 75 (EX_TEMPFAIL of sysexits.h) after SIGTERM, which tells a scheduler to start the same
 command again; 130 (128 + SIGINT, as shells report it) after Ctrl-C.
@@ -52,7 +52,8 @@ class Interrupts(contextlib.AbstractContextManager):
     return EXIT_CODES[signal.Signals(self._signal or signal.SIGTERM)]
 
   def requested(self, step: int) -> bool:
-    """Whether to stop before this step. All processes ask equally often, and stop at one step."""
+    """Whether to stop before this step, or in what is done before it. All processes ask equally
+    often, and stop at the same question; from then on the answer is yes."""
     del step
     if jax.process_count() == 1:
       return self._signal is not None

@@ -9,7 +9,7 @@ import pytest
 from fp8jax.compiled import aot, memory, saved_tensors, workspace, xla_buffers
 from fp8jax.config import files as config_files
 from fp8jax.config import resolve
-from fp8jax.errors import UserError
+from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import memory as memory_job
 from fp8jax.jobs import table
 from fp8jax.step import train_step
@@ -159,7 +159,7 @@ def test_what_lies_in_memory_at_the_fullest_moment():
 
 
 def test_the_job_says_on_stderr_what_it_returns_and_writes(tmp_path, capsys, monkeypatch):
-  spec = harness.tiny_spec(harness.tiny_config("bf16"))
+  spec = harness.tiny_spec(harness.tiny_config("bf16"), job="memory")
   kept = memory_job.run(spec, jax.devices()[:1], "h200:1", str(tmp_path))
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("compiling the step for h200:1\n")
@@ -205,6 +205,12 @@ def test_what_a_run_holds_that_learns_from_its_own_completions(capsys):
     "while it scores": state + weights + scoring,
   }
   assert f"{of_rl['peaks']['while it draws'] / 2**30:.3f} GiB while it" in capsys.readouterr().err
+
+
+def test_a_rollout_without_the_size_of_its_cache_is_refused():
+  c = harness.tiny_config("bf16", **{"rl.tasks": "learned.jsonl"})
+  with pytest.raises(ConfigError, match="generate.max_length=0: the cache of a rollout"):
+    resolve.resolve(c, 1, harness.CPU, needs=table.JOBS["memory"].needs)
 
 
 def test_unknown_targets_are_refused():

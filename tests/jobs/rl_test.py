@@ -99,11 +99,13 @@ def test_a_step_learns_from_its_part_and_a_run_goes_on_within_a_rollout(
     asked.extend([step] * (step >= 2))
     return len(asked) > 3
 
-  for stop in (1, 2, 4):
+  for stop in (0, 1, 2, 5):
     with monkeypatch.context() as m:
       at_step = lambda _, step, stop=stop: step >= stop  # noqa: E731
       m.setattr(preemption.Interrupts, "requested", while_it_draws if stop == 2 else at_step)
       end = run(tmp_path / "parts", questions)
+    if stop == 0:  # within the first evaluation, which no checkpoint may be without
+      assert end["step"] == 0 and not (tmp_path / "parts/checkpoints/0").exists()
     if stop == 2:
       assert end["step"] == 2 and not (tmp_path / "parts/rollouts/000001.jsonl").exists()
     if stop == 1:
@@ -111,7 +113,7 @@ def test_a_step_learns_from_its_part_and_a_run_goes_on_within_a_rollout(
         (tmp_path / "rewards.py").write_text(REWARD + "\n")
         run(tmp_path / "parts", questions)
       (tmp_path / "rewards.py").write_text(REWARD)
-  assert rows(tmp_path / "parts") == found
+  assert rows(tmp_path / "parts") == found and end["accuracies"] == summary["accuracies"]
   spec = harness.text_spec("bf16", job="rl", **RL | questions)
   states = (harness.saved_state(tmp_path / name, spec, 4) for name in ("whole", "parts"))
   harness.assert_trees_equal(*states)
