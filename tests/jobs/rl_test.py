@@ -10,7 +10,7 @@ import tokenizers
 
 from fp8jax.config import named
 from fp8jax.errors import ConfigError, UserError
-from fp8jax.jobs import diagnose, rl, train
+from fp8jax.jobs import calibrate, diagnose, rl, train
 from fp8jax.ops.policy_gradient import OBJECTIVES
 from fp8jax.run import nonfinite, preemption
 
@@ -245,6 +245,43 @@ def test_an_invariant_run_learns_from_the_probabilities_that_it_drew_with(tmp_pa
     for part in parts(tmp_path, cycle):
       drawn = part["weights"] > 0
       np.testing.assert_array_equal(part["old"][drawn], part["rollout"][drawn])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensor_delayed", "e4m3_static"])
+def test_a_rollout_has_the_scales_of_the_state(tmp_path, questions, recipe):
+  """Of the calibration's table before the first step, then of the steps."""
+  table = str(tmp_path / "table.json")
+  calibrate.run(harness.text_spec(recipe, job="calibrate"), str(tmp_path / "none"), table)
+  changes = {"precision.invariant": True, "memory.remat_policy": "full"}
+  run(tmp_path / "w", questions, recipe, **changes, **{"precision.calibration": table})
+  found = rows(tmp_path / "w")
+  assert [found[step]["rl/mismatch"] for step in range(1, 5)] == [0.0] * 4
+  assert found[4]["rl/kl_to_old"] > 0  # the parameters moved
+
+
+@pytest.mark.slow
+def test_a_run_that_dies_within_a_rollout_draws_it_again(tmp_path, questions, monkeypatch):
+  """After the rollout's files were written and before a checkpoint, and within it."""
+  changes = {"checkpoint.every": 2, "steps": 6}
+  run(tmp_path / "whole", questions, **changes)
+  take_step = rl.RLState.take_step
+  for last in (3, 4):  # resumes from 2
+    taken = iter(range(2 if last == 4 else 0, last))
+
+    def dies(self, *args, taken=taken):
+      if next(taken, None) is None:
+        raise KeyboardInterrupt
+      return take_step(self, *args)
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+      m.setattr(rl.RLState, "take_step", dies)
+      run(tmp_path / "parts", questions, **changes)
+  run(tmp_path / "parts", questions, **changes)
+  assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+  spec = harness.text_spec("bf16", job="rl", **RL | questions | changes)
+  states = (harness.saved_state(tmp_path / name, spec, 6) for name in ("whole", "parts"))
+  harness.assert_trees_equal(*states)
 
 
 @pytest.mark.slow

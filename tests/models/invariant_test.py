@@ -23,7 +23,7 @@ from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import ConfigError
-from fp8jax.generation import api, decode, weights
+from fp8jax.generation import api, batching, decode, weights
 from fp8jax.generation.settings import Sampling
 from fp8jax.kernels.attention import fixed_order
 from fp8jax.models import transformer
@@ -97,24 +97,25 @@ class Model:
 
   def generated(self):
     """(log-probabilities of drawn completions as the generator tells them, as training has them):
-    six completions of two prompts take turns in three slots."""
+    two completions each of prompts in all buckets take turns in three slots."""
     generator = api.Generator(
       params(), self.sites, CFG, self.run, Tokenizer("bytes"), [10**6], slots=3, max_length=96
     )
     drawn = Sampling(temperature=0.8, max_new_tokens=20)
-    prompts = [TEXTS[0, :9].tolist(), TEXTS[1, :37].tolist()]
-    rows = [(p, c) for p, own in zip(prompts, generator.generate(prompts, drawn, 3)) for c in own]
+    prompts = [TEXTS[n % 3, :size].tolist() for n, size in enumerate((9, 20, 37, 66))]
+    assert [batching.bucket(len(p), 96) for p in prompts] == [16, 32, 64, 96]
+    rows = [(p, c) for p, own in zip(prompts, generator.generate(prompts, drawn, 2)) for c in own]
     batch = {
-      f"{name}_BL": np.zeros((6, 70), np.int32) for name in ("tokens", "targets", "positions")
+      f"{name}_BL": np.zeros((8, 86), np.int32) for name in ("tokens", "targets", "positions")
     }
-    batch["positions_BL"][:] = np.arange(70)
-    batch["segments_BL"], batch["weights_BL"] = np.ones((6, 70), np.int32), np.ones((6, 70), "f4")
+    batch["positions_BL"][:] = np.arange(86)
+    batch["segments_BL"], batch["weights_BL"] = np.ones((8, 86), np.int32), np.ones((8, 86), "f4")
     for b, (prompt, completion) in enumerate(rows):
       text = [*prompt, *completion.tokens]
       batch["tokens_BL"][b, : len(text) - 1], batch["targets_BL"][b, : len(text) - 1] = (
         text[:-1], text[1:],
       )  # fmt: skip
-    halves = [jax.tree.map(lambda x, of=of: x[of], batch) for of in (slice(3), slice(3, 6))]
+    halves = [jax.tree.map(lambda x, of=of: x[of], batch) for of in (slice(4), slice(4, 8))]
     logp_BL = np.concatenate([self.logp(half, 0.8) for half in halves])
     want = [logp_BL[b, len(p) - 1 : len(p) + 19] for b, (p, _) in enumerate(rows)]
     return np.array([c.logp for _, c in rows], np.float32), np.array(want)
