@@ -16,8 +16,13 @@ arms:      stage1 (completions of 8k tokens) or stage2 (16k, temperature 1.1), a
            stage 2 with stage 1. A recipe alone, or nothing, is stage 1 in a folder of its own
 
 Where the sources disagree, or we differ:
-  scales            powers of two in their CPT and SFT, float32 in both RL scripts since 2025-10-22;
-                    here float32
+  training          docs/RL.md of their repository has it in BF16 beside a rollout in FP8 with E8M0
+                    scales; its scripts since 2025-10-22 have both in blocks with float32 scales.
+                    Here as the scripts; the other is stage1,bf16 with rl.rollout="block_128_pow2"
+  scales            powers of two in their CPT and SFT; here float32, as in the RL scripts
+  steps             10,240: the scripts' number of rollouts, which docs/RL.md calls responses
+  mean of the loss  dapo's, over the tokens of a step; their scripts do not ask slime for that, and
+                    we have not read what it does then
   temperature       1.0 in stage 1, 1.1 in stage 2 (scripts); the paper names none
   rollout           by SGLang in the same FP8 format, corrected by truncated importance sampling;
                     here by the sampler of this code, corrected alike

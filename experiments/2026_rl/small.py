@@ -136,7 +136,7 @@ def table(target: pathlib.Path):
     cells = [arm, str(len(runs))]
     for name in ASKED:
       before, after = (np.array([r["right"][s][name] for r in runs]) for s in ("0", str(STEPS)))
-      cells += [f"{100 * before.mean():.1f}", f"{100 * after.mean():.1f}"]
+      cells += [sums.share(before), sums.share(after)]
       against = np.array([r["right"][str(STEPS)][name] for r in by[BASELINE]])
       cells += sums.difference(after, against, count) if arm != BASELINE else ["", ""]
     each = {k: [np.mean(r["metrics"][k]) for r in runs] for k in runs[0]["metrics"]}

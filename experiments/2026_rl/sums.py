@@ -86,6 +86,12 @@ def continued(recipe: str, seed: int, target: pathlib.Path):
   return c
 
 
+def share(right_RI) -> str:
+  """Percent right, [seeds, questions], with Student's interval over seeds, this one at 95 %."""
+  e = statistics.estimate(100 * right_RI.mean(1))
+  return f"{e.mean:.1f} [{max(e.low, 0):.1f}, {min(e.high, 100):.1f}]"
+
+
 def difference(after_RI, against_RI, count: int) -> list[str]:
   """[points with Student's interval over seeds and its values, verdict] of an arm and its baseline.
 
