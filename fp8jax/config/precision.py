@@ -9,7 +9,7 @@ from fp8jax.errors import ConfigErrors
 from fp8jax.kernels.device import Device
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import config as model_config
-from fp8jax.models import lora, transformer
+from fp8jax.models import invariant, lora, transformer
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.phases.schedule import Phase, Precision, Rules
@@ -157,13 +157,7 @@ def invariant_problems(spec: Any) -> list[str]:
       f"a {spec.device.platform.upper()}, where these choose how to sum by the size of what they "
       f"are given: {'; '.join(_of_libraries(spec))}. Run on a CPU, or set precision.invariant=False"
     )
-  layout = spec.run.layout
-  split = sorted({a for letter in "LHGKDFV" for a in layout.act_axes(letter)})
-  if split := [a for a in split if layout.size((a,)) > 1]:
-    texts.append(
-      f"a mesh that splits a token's numbers over {', '.join(split)}: partial sums of devices are "
-      "added in the order of the mesh; take data and fsdp alone (mesh.tensor=1)"
-    )
+  texts += invariant.problems_of_layout(spec.run.layout)
   if spec.model.rope_scaling.kind == "dynamic":
     texts.append("dynamic rope: its frequencies depend on the length of what a token stands in")
   named = [name for phase in spec.precision.phases for _, name in phase.rules]

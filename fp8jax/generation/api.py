@@ -18,7 +18,7 @@ from fp8jax.generation.completion import ERROR, Completion, Growing
 from fp8jax.generation.sampling import row_seed
 from fp8jax.generation.settings import CACHE_FORMATS, COMPUTE, FOLDER, Sampling
 from fp8jax.kernels import choose
-from fp8jax.models import attention_gqa, transformer
+from fp8jax.models import attention_gqa, invariant, transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import kv_scales
@@ -74,7 +74,7 @@ class Generator:
     problems = ConfigErrors()
     problems.extend(problems_of(cfg, run))
     if run.is_invariant:
-      problems.extend(_not_invariant(cfg, sites))
+      problems.extend(_not_invariant(cfg, run, sites))
     problems.check(slots >= 1, f"slots={slots} must be at least 1")
     problems.one_of("cache_format", cache_format, CACHE_FORMATS)
     longest = cfg.max_positions
@@ -339,7 +339,7 @@ def end_ids(folder: str, tokenizer: Tokenizer, stop_tokens: Sequence[str] = ()) 
   return ids or [tokenizer.eos_id]
 
 
-def _not_invariant(cfg: ModelConfig, sites) -> list[str]:
+def _not_invariant(cfg: ModelConfig, run: ComputeConfig, sites) -> list[str]:
   """The reasons why an invariant pass promises nothing of these sites here, in words."""
   texts = [
     f"recipe {recipe.name!r} of {name}: {why}"
@@ -350,6 +350,7 @@ def _not_invariant(cfg: ModelConfig, sites) -> list[str]:
     texts.append("on a GPU libraries choose how to sum by the size of what they are given")
   if cfg.rope_scaling.kind == "dynamic":
     texts.append("dynamic rope's frequencies depend on the length of what a token stands in")
+  texts += invariant.problems_of_layout(run.layout.served())
   return [f"precision.invariant=True (is_invariant): {text}" for text in texts]
 
 
@@ -371,11 +372,6 @@ def problems_of(cfg: ModelConfig, run: ComputeConfig) -> list[str]:
     texts.append(
       f"{jax.process_count()} processes: prompts are read and completions written by one, and a "
       "second would need the same ones at the same time; start one process for all of its devices"
-    )
-  if run.is_invariant and run.layout.mesh is not None:
-    texts.append(
-      "precision.invariant=True on a mesh: tokens are decoded in tiles on one device; set "
-      "mesh.data, mesh.fsdp and mesh.tensor to 1, or precision.invariant=False"
     )
   if run.attention_recipe is not None:
     texts.append(

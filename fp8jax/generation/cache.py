@@ -114,12 +114,17 @@ class KVCache:
       scales = jnp.ones((shape[0], 2)) if scales is None else jnp.asarray(scales, jnp.float32)
     return cls(one(), one(), format_, layout, scales)
 
+  def specs(self) -> tuple["KVCache", "KVCache"]:
+    """PartitionSpecs (of a layer, of the entries that `attend` gives)."""
+    return self._specs("BGMK", self.scales is not None), self._specs("BLGK")
+
   def attend(self, q_BLHK, k_BLGK, v_BLGK, positions_BL, implementation):
     """(attention of new tokens to the cache of a layer and themselves, their entries)."""
     q, kv, positions = map(self.layout.act_spec, ("BLHK", "BLGK", "BL"))
     attend = functools.partial(_attend, implementation=implementation)
-    in_specs = (self._specs("BGMK", self.scales is not None), q, kv, kv, positions)
-    run = collectives.on_mesh(attend, self.layout, in_specs, (q, self._specs("BLGK")))
+    of_layer, added = self.specs()
+    in_specs = (of_layer, q, kv, kv, positions)
+    run = collectives.on_mesh(attend, self.layout, in_specs, (q, added))
     return run(self, q_BLHK, k_BLGK, v_BLGK, positions_BL)
 
   def write(self, added: "KVCache", rows_R, positions_RL) -> "KVCache":
@@ -180,14 +185,19 @@ class NoPast:
   layout: axes.Layout = dataclasses.field(default=axes.LOCAL, metadata=dict(static=True))
   scales: jax.Array | None = None
 
+  def specs(self) -> tuple["NoPast", KVCache]:
+    """As KVCache.specs."""
+    whole: Any = None if self.scales is None else PartitionSpec()
+    added = _specs("BLGK", self.format, self.layout)
+    return dataclasses.replace(self, scales=whole), added
+
   def attend(self, q_BLHK, k_BLGK, v_BLGK, positions_BL, implementation):
     """(causal attention, entries of the tokens)."""
     del positions_BL
     mixed = attention(q_BLHK, k_BLGK, v_BLGK, None, implementation, self.layout)
     local = functools.partial(_entries, format_=self.format, layout=self.layout)
-    kv, out = self.layout.act_spec("BLGK"), _specs("BLGK", self.format, self.layout)
-    whole = None if self.scales is None else PartitionSpec()
-    run = collectives.on_mesh(local, self.layout, (kv, kv, whole), out)
+    (own, out), kv = self.specs(), self.layout.act_spec("BLGK")
+    run = collectives.on_mesh(local, self.layout, (kv, kv, own.scales), out)
     return mixed, run(k_BLGK, v_BLGK, self.scales)
 
 

@@ -13,20 +13,32 @@ processes.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from fp8jax import axes
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.models.mixer import Mixer
+from fp8jax.models.mixer import Aux, Mixer
 from fp8jax.ops import collectives, multiplied, row_tiles
 from fp8jax.ops import site as site_lib
 
 # Rows that a CPU computes at a time: one decode step pays for all of them, a long prompt per tile.
 ROWS = 32
 _EVERYWHERE = PartitionSpec()
+
+
+def problems_of_layout(layout: axes.Layout) -> list[str]:
+  """The reason why nothing is promised of activations that lie so, in words; empty without any."""
+  split = sorted({a for letter in "LHGKDFV" for a in layout.act_axes(letter)})
+  if split := [a for a in split if layout.size((a,)) > 1]:
+    return [
+      f"a mesh that splits a token's numbers over {', '.join(split)}: partial sums of devices are "
+      "added in the order of the mesh; take data and fsdp alone (mesh.tensor=1)"
+    ]
+  return []
 
 
 def of_tokens(function: Callable[..., Any], run: ComputeConfig) -> Callable[..., Any]:
@@ -69,7 +81,9 @@ def layer(
 
   def local(x_BLD, of_layer, context):
     p, s, *states = of_layer
-    return plain(x_BLD, (p, _inside(s, run), *states), context, cfg, inside)
+    states = [_lying_as(of_mixers, inside.layout) for of_mixers in states]
+    out_BLD, aux = plain(x_BLD, (p, _inside(s, run), *states), context, cfg, inside)
+    return out_BLD, dataclasses.replace(aux, states=_lying_as(aux.states, run.layout))
 
   def exact(x_BLD, of_layer, context):
     p, s, *states = of_layer
@@ -77,17 +91,23 @@ def layer(
     for mixer in mixers:
       own, sites = p[mixer.key], jax.tree.map(lambda x: x, s[mixer.key])  # other marks
       made[mixer.key] = {**own, **multiplied.of_block(mixer.sites, own, sites, one)}
-    specs = (tokens, _EVERYWHERE, tokens), (tokens, _EVERYWHERE)
-    return collectives.on_mesh(local, run.layout, *specs)(x_BLD, (made, s, *states), context)
+    of_states = [{key: state.specs() for key, state in of.items()} for of in states]
+    before = [{key: specs[0] for key, specs in of.items()} for of in of_states]
+    added = {key: specs[1] for of in of_states for key, specs in of.items()}
+    in_specs = tokens, (_EVERYWHERE, _EVERYWHERE, *before), tokens
+    out_specs = tokens, Aux(*[_EVERYWHERE] * 3, added)
+    run_on = collectives.on_mesh(local, run.layout, in_specs, out_specs)
+    return run_on(x_BLD, (made, s, *states), context)
 
   if not is_differentiable:
-    if run.layout.mesh is not None:
-      raise ValueError(
-        "states of mixers, a cache among them, lie on one device in an invariant pass"
-      )
     return exact
   as_ever = functools.partial(plain, cfg=cfg, run=dataclasses.replace(run, is_invariant=False))
   return row_tiles.with_gradients_of(as_ever, exact)
+
+
+def _lying_as(states: Mapping[str, Any], layout: axes.Layout) -> dict[str, Any]:
+  """States of mixers with another layout."""
+  return {key: dataclasses.replace(state, layout=layout) for key, state in states.items()}
 
 
 def _inside(held, run: ComputeConfig):
