@@ -27,7 +27,7 @@ from fp8jax.ops import site as site_lib
 
 # Rows that a CPU computes at a time: one decode step pays for all of them, a long prompt per tile.
 ROWS = 32
-_EVERYWHERE = PartitionSpec()
+_EVERYWHERE: Any = PartitionSpec()
 
 
 def problems_of_layout(layout: axes.Layout) -> list[str]:
@@ -95,7 +95,7 @@ def layer(
     before = [{key: specs[0] for key, specs in of.items()} for of in of_states]
     added = {key: specs[1] for of in of_states for key, specs in of.items()}
     in_specs = tokens, (_EVERYWHERE, _EVERYWHERE, *before), tokens
-    out_specs = tokens, Aux(*[_EVERYWHERE] * 3, added)
+    out_specs = tokens, Aux(_EVERYWHERE, _EVERYWHERE, _EVERYWHERE, added)
     run_on = collectives.on_mesh(local, run.layout, in_specs, out_specs)
     return run_on(x_BLD, (made, s, *states), context)
 
