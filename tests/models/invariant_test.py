@@ -185,6 +185,23 @@ def test_delayed_scales_are_the_runs_own(accumulated):
 
 
 @SLOW
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_train_step_has_the_bits_of_a_score(accumulated):
+  """A step that weighs one token alone has minus its log-probability for a loss."""
+  own = {"precision.invariant": True, "memory.remat_policy": "full"}
+  changes = {**own, "grad_accum_steps": accumulated, "log.tensor_stats_every": 0}
+  runner, (host, *_) = harness.tiny_runner("block_128", **changes), harness.host_batches()
+  state = train_step.make_state(runner.spec)
+  logp = _of_run(runner.spec, state.params, evaluator.sites_of(runner.spec, None, {}))
+  want = logp({k: jnp.asarray(x[:3]) for k, x in host.items()})  # another number of rows
+  for row, at in ((0, 0), (1, 17), (2, 126)):
+    weights_BL = np.zeros_like(host["weights_BL"])
+    weights_BL[row, at] = 1
+    (loss,), _ = runner.run([{**host, "weights_BL": weights_BL}])
+    assert np.float32(loss) == -want[row, at]
+
+
+@SLOW
 @pytest.mark.parametrize("base", ["float32", "block_fp8"])
 def test_adapters_are_of_a_token_too(base):
   own = {"precision.invariant": True, "memory.remat_policy": "full", "model.lora.rank": 4}
