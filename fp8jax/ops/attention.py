@@ -84,13 +84,16 @@ def cached_attention(q_BLHK, k_BGMK, v_BGMK, positions_BL, implementation: Imple
   if implementation == "fixed_order":
     first_BL = jnp.zeros_like(positions_BL)
     return fixed_order.forward(q_BLHK, k_BMGK, v_BMGK, first_BL, positions_BL)
-  dtype = q_BLHK.dtype
-  if dtype == jnp.float16:  # as above
-    q_BLHK, k_BMGK, v_BMGK = (x.astype(jnp.float32) for x in (q_BLHK, k_BMGK, v_BMGK))
   mask = jnp.arange(k_BMGK.shape[1]) <= positions_BL[:, None, :, None]
-  return jax.nn.dot_product_attention(
-    q_BLHK, k_BMGK, v_BMGK, mask=mask, scale=q_BLHK.shape[-1] ** -0.5, implementation="xla"
-  ).astype(dtype)
+  attend = functools.partial(
+    jax.nn.dot_product_attention, mask=mask, scale=q_BLHK.shape[-1] ** -0.5, implementation="xla"
+  )
+
+  def in_float32(*qkv):
+    return attend(*(x.astype(jnp.float32) for x in qkv)).astype(q_BLHK.dtype)
+
+  # XLA:CPU has no F16_F16_F32 products, and of one query it adds up in bfloat16.
+  return jax.lax.platform_dependent(q_BLHK, k_BMGK, v_BMGK, cpu=in_float32, default=attend)
 
 
 def _fixed_order(q_BLHK, k_BMGK, v_BMGK, segments_BL):

@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import UserError
-from fp8jax.generation import api
+from fp8jax.generation import api, cache
 from fp8jax.models import presets, transformer
 from fp8jax.models.config import ComputeConfig
 from fp8jax.models.hf import kv_scales
@@ -66,6 +66,27 @@ def test_generation_rounds_keys_and_values_to_the_folders_scales(tmp_path, rng):
   written = slots.cache.write(stacked, jnp.arange(2), positions)
   np.testing.assert_array_equal(written.scales, scales)
   np.testing.assert_array_equal(written.v.data[1], np.swapaxes(added.v.data, 1, 2))
+
+
+def test_a_token_attends_to_a_bfloat16_cache_as_float64_does(rng):
+  """Up to the rounding of the result: XLA:CPU would add up in bfloat16, four times as far off."""
+  groups, size, positions = _CFG.num_kv_heads, _CFG.head_dim, np.array([[50], [127]])
+  q = rng.standard_normal((2, 1, _CFG.num_heads, size)).astype(ml_dtypes.bfloat16)
+  k, v = rng.standard_normal((2, 2, 128, groups, size)).astype(ml_dtypes.bfloat16)
+  entries = (cache.Entries(jnp.asarray(np.swapaxes(x, 1, 2)), None) for x in (k, v))
+  made, new = (
+    cache.KVCache(*entries, "compute"),
+    [x[[0, 1], positions[:, 0]][:, None] for x in (k, v)],
+  )
+  mixed, _ = jax.jit(lambda *of: of[0].attend(*of[1:], "xla"))(made, q, *new, positions)
+  for b, last in enumerate(positions[:, 0]):
+    of_b = (x[b : b + 1].astype(np.float64) for x in (k[:, : last + 1], v[:, : last + 1]))
+    keys, values = (np.repeat(x, _CFG.num_heads // groups, 2)[0] for x in of_b)
+    scores = np.einsum("hk,mhk->hm", q[b, 0].astype(np.float64), keys) * size**-0.5
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    want = np.einsum("hm,mhk->hk", shares / shares.sum(-1, keepdims=True), values)
+    off = np.linalg.norm(np.float64(mixed[b, 0]) - want) / np.linalg.norm(want)
+    assert off < 2.0**-8
 
 
 def test_names_are_those_of_servers():
