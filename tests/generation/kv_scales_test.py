@@ -70,8 +70,8 @@ def test_generation_rounds_keys_and_values_to_the_folders_scales(tmp_path, rng):
 
 def test_a_token_attends_to_a_bfloat16_cache_as_float64_does(rng):
   """Up to the rounding of the result: XLA:CPU would add up in bfloat16, four times as far off."""
-  groups, size, positions = _CFG.num_kv_heads, _CFG.head_dim, np.array([[50], [127]])
-  q = rng.standard_normal((2, 1, _CFG.num_heads, size)).astype(ml_dtypes.bfloat16)
+  heads, groups, size, positions = 9, 3, 64, np.array([[50], [127]])
+  q = rng.standard_normal((2, 1, heads, size)).astype(ml_dtypes.bfloat16)
   k, v = rng.standard_normal((2, 2, 128, groups, size)).astype(ml_dtypes.bfloat16)
   entries = (cache.Entries(jnp.asarray(np.swapaxes(x, 1, 2)), None) for x in (k, v))
   made, new = (
@@ -81,7 +81,7 @@ def test_a_token_attends_to_a_bfloat16_cache_as_float64_does(rng):
   mixed, _ = jax.jit(lambda *of: of[0].attend(*of[1:], "xla"))(made, q, *new, positions)
   for b, last in enumerate(positions[:, 0]):
     of_b = (x[b : b + 1].astype(np.float64) for x in (k[:, : last + 1], v[:, : last + 1]))
-    keys, values = (np.repeat(x, _CFG.num_heads // groups, 2)[0] for x in of_b)
+    keys, values = (np.repeat(x, heads // groups, 2)[0] for x in of_b)
     scores = np.einsum("hk,mhk->hm", q[b, 0].astype(np.float64), keys) * size**-0.5
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     want = np.einsum("hm,mhk->hk", shares / shares.sum(-1, keepdims=True), values)
