@@ -193,12 +193,13 @@ def test_a_train_step_has_the_bits_of_a_score(accumulated):
   runner, (host, *_) = harness.tiny_runner("block_128", **changes), harness.host_batches()
   state = train_step.make_state(runner.spec)
   logp = _of_run(runner.spec, state.params, evaluator.sites_of(runner.spec, None, {}))
-  want = logp({k: jnp.asarray(x[:3]) for k, x in host.items()})  # another number of rows
-  for row, at in ((0, 0), (1, 17), (2, 126)):
-    weights_BL = np.zeros_like(host["weights_BL"])
-    weights_BL[row, at] = 1
-    (loss,), _ = runner.run([{**host, "weights_BL": weights_BL}])
-    assert np.float32(loss) == -want[row, at]
+  alone = [logp({k: jnp.asarray(x[row : row + 1, :40]) for k, x in host.items()}) for row in (1, 6)]
+  for row, want in zip((1, 6), alone):
+    for at in (0, 17, 30, 39):
+      weights_BL = np.zeros_like(host["weights_BL"])
+      weights_BL[row, at] = 1
+      (loss,), _ = runner.run([{**host, "weights_BL": weights_BL}])
+      assert np.float32(loss) == -want[0, at]
 
 
 @SLOW
