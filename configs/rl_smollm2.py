@@ -30,11 +30,12 @@ def get_config(arm=""):
   c.rl.loss, c.rl.prompts, c.rl.samples, c.rl.updates_per_rollout = "dapo", 4, 8, 2
   c.rl.max_new_tokens, c.generate.max_length, c.generate.slots = 48, 128, 32
   c.eval.tasks = "assets/sft_demo/held_out.jsonl(max_new_tokens=48)"
-  c.eval.chat, c.eval.tokens = True, 0
+  c.eval.chat, c.eval.tokens, c.eval.every = True, 0, 20
   c.steps, c.global_batch, c.seq_len = 60, 16, 96
   c.optim.warmup_steps, c.optim.decay_steps = 4, 0
-  c.optim.peak_lr, c.optim.min_lr, c.optim.weight_decay = 1e-5, 1e-5, 0.0
+  c.optim.peak_lr, c.optim.min_lr, c.optim.weight_decay = 3e-5, 3e-5, 0.0
   c.precision.invariant = not arm
+  c.kernels.matmul, c.generate.weights = "dequantized", "values"  # the sooner of a CPU
   c.memory.remat_policy = "full"
   c.mesh.fsdp = 1
   c.checkpoint.every, c.checkpoint.keep = 10, 1

@@ -16,8 +16,17 @@ from fp8jax.generation import batching, decode, weights
 from fp8jax.generation import cache as cache_lib
 from fp8jax.generation.completion import ERROR, Completion, Growing
 from fp8jax.generation.sampling import row_seed
-from fp8jax.generation.settings import CACHE_FORMATS, COMPUTE, FOLDER, Sampling
+from fp8jax.generation.settings import (
+  CACHE_FORMATS,
+  CODES,
+  COMPUTE,
+  FOLDER,
+  VALUES,
+  WEIGHT_FORMS,
+  Sampling,
+)
 from fp8jax.kernels import choose
+from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import attention_gqa, invariant, transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.hf import config as hf_config
@@ -52,7 +61,7 @@ class Generator:
   def __init__(
     self, params, sites, cfg: ModelConfig, run: ComputeConfig, tokenizer: Tokenizer,
     end_ids: Sequence[int], *, slots: int = 8, cache_format: str = COMPUTE,
-    max_length: int = 0, folder: str = "",
+    max_length: int = 0, folder: str = "", weight_form: str = CODES,
   ):  # fmt: skip
     """
     Args:
@@ -67,6 +76,7 @@ class Generator:
         takes the scales of keys and values of `folder`.
       max_length: positions of the cache; 0 takes as many as a call needs. A fixed number makes
         completions independent, to the bit, of the lengths of a call's other prompts.
+      weight_form: of settings.WEIGHT_FORMS; "values" are of sites that run on "dequantized".
 
     Raises:
       UserError: the model or its configuration cannot be generated with; all reasons.
@@ -77,6 +87,8 @@ class Generator:
       problems.extend(_not_invariant(cfg, run, sites))
     problems.check(slots >= 1, f"slots={slots} must be at least 1")
     problems.one_of("cache_format", cache_format, CACHE_FORMATS)
+    problems.one_of("weight_form", weight_form, WEIGHT_FORMS)
+    problems.extend(values_problems(sites) if weight_form == VALUES else ())
     longest = cfg.max_positions
     problems.check(
       0 <= max_length <= longest,
@@ -89,7 +101,7 @@ class Generator:
     self.cache_bytes_per_token = cache_lib.bytes_per_token(cfg, cache_format, run.dtype.itemsize)
     device = choose.current_device()
     run = decode.served(cfg, run, device, self.max_length)
-    self._dtype = run.dtype
+    self._dtype, self._keeps_values = run.dtype, weight_form == VALUES
     options = choose.compiler_options(device)
     scales = kv_scales.read(folder, cfg) if cache_format == FOLDER else None
     self._engine = batching.Engine(cfg, run, slots, cache_format, options, scales)
@@ -98,7 +110,8 @@ class Generator:
   def take(self, params, sites):
     """Takes other parameters; programs of the same recipes are not compiled again."""
     self.release()
-    made = weights.for_inference(params, sites, self._engine.cfg, self._dtype)
+    how = self._engine.cfg, self._dtype, self._keeps_values
+    made = weights.for_inference(params, sites, *how)
     self._engine.weights = (made, decode.served_sites(sites))
 
   def release(self):
@@ -253,7 +266,7 @@ class Generator:
 def load(
   folder: str, *, recipe: str = "bf16", compute_dtype: str = "auto", slots: int = 8,
   cache_format: str = COMPUTE, max_length: int = 0, stop_tokens: Sequence[str] = (),
-  data: int = 1, tensor: int = 1, is_invariant: bool = False,
+  data: int = 1, tensor: int = 1, is_invariant: bool = False, weight_form: str = CODES,
 ) -> Generator:  # fmt: skip
   """The generator of a Hugging Face folder.
 
@@ -265,6 +278,7 @@ def load(
     stop_tokens: names of further end tokens.
     data, tensor: devices that sequences, and heads, features and vocabulary, are split over.
     is_invariant: precision.invariant.
+    weight_form: see Generator; "values" takes kernels.matmul="dequantized".
 
   Raises:
     UserError, FileNotFoundError: the folder is incomplete or holds another kind of model, or the
@@ -288,7 +302,8 @@ def load(
   of_model = (transformer.params(cfg), declaration, cfg)
   problems.extend(layout_checks.uneven(*of_model, [rules], layout, None))
   problems.refuse()
-  backends = site_tree.Backends(device=device, tokens=slots // data)
+  matmul = "dequantized" if weight_form == VALUES else "auto"
+  backends = site_tree.Backends(matmul, device, slots // data)
   sites = site_tree.build_sites(declaration, cfg.dims, rules, layout, backends=backends)
   kept = weights.multiplied_as_codes(site_tree.recipes_of(sites))
   params, _ = hf_weights.load_params(folder, cfg, layout, kept)
@@ -298,7 +313,7 @@ def load(
   return Generator(
     params, site_lib.with_current_scales(sites), cfg, run, tokenizer,
     end_ids(folder, tokenizer, stop_tokens), slots=slots, cache_format=cache_format,
-    max_length=max_length, folder=folder,
+    max_length=max_length, folder=folder, weight_form=weight_form,
   )  # fmt: skip
 
 
@@ -352,6 +367,18 @@ def _not_invariant(cfg: ModelConfig, run: ComputeConfig, sites) -> list[str]:
     texts.append("dynamic rope's frequencies depend on the length of what a token stands in")
   texts += invariant.problems_of_layout(run.layout.served())
   return [f"precision.invariant=True (is_invariant): {text}" for text in texts]
+
+
+def values_problems(sites) -> list[str]:
+  """The reason why weights of these sites cannot be kept dequantized, in words."""
+  for name, site in site_lib.flatten(sites).items():
+    backend = site.backends[0]
+    if site.recipe.fwd.multiplies_codes and backend not in gemm_api.WITH_VALUES:
+      return [
+        f"generate.weights='values' (weight_form): {name} runs on {backend!r}, which multiplies "
+        "codes and scales; set kernels.matmul='dequantized', on a CPU, or generate.weights='codes'"
+      ]
+  return []
 
 
 def problems_of(cfg: ModelConfig, run: ComputeConfig) -> list[str]:

@@ -8,6 +8,8 @@ from fp8jax.models.config import EVAL_PRECISIONS
 
 # Of the cache of keys and values.
 CACHE_FORMATS = COMPUTE, FP8, ROTATED, FOLDER = "compute", "e4m3", "e4m3_rotated", "e4m3_folder"
+# Of quantized weights.
+WEIGHT_FORMS = CODES, VALUES = "codes", "values"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,10 @@ class Generate:
     "standard output.")
   precision: str = key("recipe", 'forward pass: "recipe" (that of training) or "bf16"',
     choices=EVAL_PRECISIONS)
+  weights: str = key("codes", 'Quantized weights in memory: "codes" and scales, about 1 byte per '
+    'parameter in FP8; "values": dequantized once, 4 bytes each, with kernels.matmul="dequantized" '
+    "on a CPU: the same products, sooner.",
+    choices=WEIGHT_FORMS)
   cache_format: str = key("compute", 'Keys and values of past tokens: "compute" '
     '(precision.compute_dtype), "e4m3" with a float32 scale per head of every token; '
     '"e4m3_rotated": the same with queries and keys in a Hadamard rotation of every head, against '

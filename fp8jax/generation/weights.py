@@ -1,8 +1,8 @@
 """Weights in the form that forward GEMMs read: quantized once, not at every step.
 
 A weight whose recipe quantizes it becomes codes and scales (a StoredMatrix), the very ones that the
-training forward pass makes; every other matrix is cast to the compute dtype once. Norms and biases
-stay float32.
+training forward pass makes, or their values in float32; every other matrix is cast to the compute
+dtype once. Norms and biases stay float32.
 """
 
 import functools
@@ -34,7 +34,7 @@ def multiplied_as_codes(recipes: Mapping[str, Recipe]) -> dict[str, set[Quant | 
   return quants
 
 
-def for_inference(params, sites, cfg: ModelConfig, dtype):
+def for_inference(params, sites, cfg: ModelConfig, dtype, keeps_values: bool = False):
   """The parameters as `transformer.hidden_and_aux` reads them.
 
   Args:
@@ -42,6 +42,7 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
       Layout.served has it.
     sites: of all GEMMs; their delayed and static scales are read here and never change again.
     dtype: compute dtype.
+    keeps_values: see multiplied.as_multiplied.
 
   Returns:
     A tree like `params`; its layers are a tuple with a stack for every run of layers of `sites`.
@@ -51,23 +52,23 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
   for _, run_of_layers, stack in transformer.runs(sites, params["layers"]):
     of_run = {key: dict(of_mixer) for key, of_mixer in stack.items()}
     for mixer in transformer.mixers(cfg):
-      one = functools.partial(_stacked, dtype=dtype)
+      one = functools.partial(_stacked, dtype=dtype, keeps_values=keeps_values)
       of_sites = mixer.sites, of_run[mixer.key], run_of_layers[mixer.key]
       of_run[mixer.key] |= multiplied.of_block(*of_sites, one, stacked=1)
     layers.append(of_run)
   made = {**params, "layers": tuple(layers)}
   source = params["embed" if cfg.tie_embeddings else "head"]
-  head = multiplied.as_multiplied(source, sites["head"], eqn=heads.equation(cfg), dtype=dtype)
+  head = multiplied.as_multiplied(source, sites["head"], heads.equation(cfg), dtype, keeps_values)
   made["embed"] = _cast(params["embed"], dtype=dtype, layout=sites["head"].layout)
   if isinstance(head, StoredMatrix) or not cfg.tie_embeddings:
     made["head"] = head
   return made
 
 
-@functools.partial(jax.jit, static_argnames=("eqn", "dtype"))
-def _stacked(w, site: Site, eqn: str, dtype):
+@functools.partial(jax.jit, static_argnames=("eqn", "dtype", "keeps_values"))
+def _stacked(w, site: Site, eqn: str, dtype, keeps_values: bool):
   """multiplied.as_multiplied of every layer, one at a time."""
-  one = lambda both: multiplied.as_multiplied(*both, eqn, dtype)  # noqa: E731
+  one = lambda both: multiplied.as_multiplied(*both, eqn, dtype, keeps_values)  # noqa: E731
   return jax.lax.map(one, (w, site))
 
 

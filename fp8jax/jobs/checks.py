@@ -13,7 +13,7 @@ from fp8jax.evaluation import catalog
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.export import checks as export_checks
 from fp8jax.generation import api
-from fp8jax.generation.settings import Generate, PlanInference
+from fp8jax.generation.settings import VALUES, Generate, PlanInference
 from fp8jax.models import transformer
 from fp8jax.ops import switch
 from fp8jax.phases import policy
@@ -214,6 +214,7 @@ def generator_problems(spec: TrainSpec) -> list[str]:
   """The problems of a generator in training, in words."""
   collected, g = ConfigErrors(), spec.of(Generate)
   collected.extend(api.problems_of(spec.model, spec.run))
+  collected.extend(api.values_problems(spec.sites()) if g.weights == VALUES else ())
   longest = spec.model.max_positions
   collected.check(
     0 <= g.max_length <= longest,

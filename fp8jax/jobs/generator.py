@@ -41,7 +41,7 @@ def make(spec: train_spec.TrainSpec, workdir: str, params, sites) -> api.Generat
   ends = api.end_ids(folder or workdir, tokenizer, g.stop_tokens)
   return api.Generator(
     params, sites, spec.model, spec.run, tokenizer, ends, slots=g.slots,
-    cache_format=g.cache_format, max_length=g.max_length, folder=folder,
+    cache_format=g.cache_format, max_length=g.max_length, folder=folder, weight_form=g.weights,
   )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """A weight in the form that the forward GEMM of its site reads.
 
-Codes and scales if its recipe quantizes it, the very ones that the training forward pass makes;
-else an array in the compute dtype.
+Codes and scales if its recipe quantizes it, the very ones that the training forward pass makes, or
+the values that they stand for; else an array in the compute dtype.
 """
 
 import functools
@@ -36,8 +36,8 @@ def of_block(declared, ws, sites, convert, stacked: int = 0) -> dict[str, Any]:
   return made
 
 
-@functools.partial(jax.jit, static_argnames=("eqn", "dtype"))
-def as_multiplied(w, site: Site, eqn: str, dtype):
+@functools.partial(jax.jit, static_argnames=("eqn", "dtype", "keeps_values"))
+def as_multiplied(w, site: Site, eqn: str, dtype, keeps_values: bool = False):
   """A weight as the forward GEMM of its site reads it: a StoredMatrix, or an array in `dtype`.
 
   Args:
@@ -45,6 +45,7 @@ def as_multiplied(w, site: Site, eqn: str, dtype):
     site: not stacked.
     eqn: of the GEMM, "BLD,DF->BLF".
     dtype: compute dtype.
+    keeps_values: a StoredMatrix has float32 values, for a backend of gemm_api.WITH_VALUES.
   """
   if isinstance(w, StoredMatrix) and w.weight_shape is not None:
     return w
@@ -61,10 +62,12 @@ def as_multiplied(w, site: Site, eqn: str, dtype):
 
   def local(w, inputs):
     made = operands.operand(spec, Role.W_FWD, w, inputs).value
+    if keeps_values:
+      return made.dequantize(), jnp.ones_like(made.scale)
     return made.data, made.scale
 
   out, place = spec.quantized_spec(Role.W_FWD), jax.sharding.PartitionSpec()
   in_specs = (operands.weight_specs(spec, w), place)
   run = collectives.on_mesh(local, site.layout, in_specs, (out.data, out.scale))
   data, scale = run(w, ScalingInputs.of(site))
-  return StoredMatrix(data, scale, len(spec.letters.contracted), quant, w.shape)
+  return StoredMatrix(data, scale, len(spec.letters.contracted), quant, w.shape, keeps_values)

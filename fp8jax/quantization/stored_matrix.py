@@ -33,6 +33,7 @@ class StoredMatrix:
     inputs: number of axes, after that of the layers, that the forward GEMM contracts.
     quant: how the forward GEMM quantizes the weight.
     weight_shape: of the weight, without the layers, where data is a matrix; else None.
+    has_values: data is float32, the values themselves, and every scale is 1.
   """
 
   data: jax.Array
@@ -40,6 +41,7 @@ class StoredMatrix:
   inputs: int = dataclasses.field(metadata=dict(static=True))
   quant: Quant = dataclasses.field(default=QUANT, metadata=dict(static=True))
   weight_shape: tuple[int, ...] | None = dataclasses.field(default=None, metadata=dict(static=True))
+  has_values: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -53,7 +55,8 @@ class StoredMatrix:
   def matrix(self, *, is_turned: bool = False) -> scaled_matrix.ScaledMatrix:
     """[produced, contracted] of one layer, or turned [contracted, produced]."""
     if self.weight_shape is not None:
-      matrix = scaled_matrix.ScaledMatrix(self.data, self.scale, self.quant.tile)
+      values = self.data if self.has_values else None
+      matrix = scaled_matrix.ScaledMatrix(self.data, self.scale, self.quant.tile, values)
       return matrix.T if is_turned else matrix
     data = self.data.reshape(math.prod(self.shape[: self.inputs]), -1)
     turned = scaled_matrix.ScaledMatrix(data, self.scale, (self.quant.tile[1], self.quant.tile[0]))

@@ -44,8 +44,10 @@ def _model(name):
   return cfg, hf_weights.load_params(str(folder), cfg)[0], np.load(folder / "logits.npz")
 
 
-def _sites(cfg, *rules):
-  return site_tree.build_sites(transformer.site_params(cfg), cfg.dims, rules or ((".*", "bf16"),))
+def _sites(cfg, *rules, matmul="auto"):
+  declaration, rules = transformer.site_params(cfg), rules or ((".*", "bf16"),)
+  backends = site_tree.Backends(matmul)
+  return site_tree.build_sites(declaration, cfg.dims, rules, backends=backends)
 
 
 @functools.cache
@@ -184,6 +186,34 @@ def test_weights_quantized_once_give_the_logits_of_the_training_forward_pass(nam
   assert all(w.data.dtype == jnp.float8_e4m3fn for w in quantized)
   with pytest.raises(TypeError, match="multiplied as it is"):
     quantized[0].unpack()
+
+
+def _values(w: StoredMatrix):
+  """float64 data * scale of every layer, [produced, contracted]."""
+  of_tiles = zip((-2, -1), w.quant.tile, w.data.shape[-2:], strict=True)
+  scale = np.asarray(w.scale, np.float64)
+  for axis, tile, size in of_tiles:
+    scale = np.repeat(scale, min(tile, size), axis).take(range(size), axis)
+  return np.asarray(w.data, np.float64) * scale
+
+
+def test_values_are_kept_of_weights_whose_products_read_values():
+  """The mixed layers have 128x128 tiles, MX blocks, and none; the head is in the compute dtype."""
+  cfg, params, golden = _model("llama_tied")
+  sites, tokens = _sites(cfg, *RULES["mixed"], matmul="dequantized"), jnp.asarray(golden["tokens"])
+  batch = {"tokens_BL": tokens, "positions_BL": jnp.broadcast_to(jnp.arange(48), tokens.shape)}
+  logits = jax.jit(lambda p: transformer.logits(p, sites, batch, cfg, RUN))
+  made = weights.for_inference(params, sites, cfg, RUN.dtype, keeps_values=True)
+  np.testing.assert_array_equal(logits(made), logits(params))
+  is_leaf = lambda w: isinstance(w, StoredMatrix)  # noqa: E731
+  codes = weights.for_inference(params, sites, cfg, RUN.dtype)
+  pairs = [jax.tree.leaves(tree, is_leaf=is_leaf) for tree in (codes, made)]
+  pairs = [(a, b) for a, b in zip(*pairs, strict=True) if is_leaf(a)]
+  assert len(pairs) == 7
+  for of_codes, of_values in pairs:
+    assert of_values.data.dtype == jnp.float32
+    assert set(np.unique(of_values.scale)) == {1}
+    np.testing.assert_array_equal(_values(of_codes).astype(np.float32), of_values.data)
 
 
 def _unit_scaled(cfg):
@@ -391,6 +421,8 @@ def test_all_that_is_wrong_with_a_call_is_said_at_once():
     generator.score([([1], [2, -1])])
   with pytest.raises(UserError, match="slots=0 must(.|\n)*'fp8' is not one of(.|\n)*max_length=65"):
     _generator(slots=0, cache_format="fp8", max_length=65)
+  with pytest.raises(UserError, match="layers/attn/. runs on 'reference'.*matmul='dequantized'"):
+    _generator(RULES["block_128"], weight_form="values")
 
 
 def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path):

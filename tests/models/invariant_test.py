@@ -68,14 +68,18 @@ def packed(rows, length: int):
 class Model:
   """One recipe's programs."""
 
-  def __init__(self, recipe: str, dtype: str, *, is_invariant=True, layout=axes.LOCAL):
+  def __init__(self, recipe, dtype, weight_form="codes", *, is_invariant=True, layout=axes.LOCAL):
     self.run = ComputeConfig(
       jnp.dtype(dtype), loss_chunk=16, layout=layout, remat="full", is_invariant=is_invariant
     )
     rules = (("head", "bf16"), ("layers/.*", recipe))
-    sites = site_tree.build_sites(transformer.site_params(CFG), CFG.dims, rules, layout)
-    self.sites = site_lib.with_current_scales(sites)
-    self.served = weights.for_inference(params(), self.sites, CFG, self.run.dtype)
+    backends = site_tree.Backends("dequantized" if weight_form == "values" else "auto")
+    sites = site_tree.build_sites(
+      transformer.site_params(CFG), CFG.dims, rules, layout, backends=backends
+    )
+    self.sites, self.weight_form = site_lib.with_current_scales(sites), weight_form
+    how = CFG, self.run.dtype, weight_form == "values"
+    self.served = weights.for_inference(params(), self.sites, *how)
 
   @functools.cached_property
   def logp(self):
@@ -99,8 +103,9 @@ class Model:
     """(log-probabilities of drawn completions as the generator tells them, as training has them):
     two completions each of prompts in all buckets take turns in three slots."""
     generator = api.Generator(
-      params(), self.sites, CFG, self.run, Tokenizer("bytes"), [10**6], slots=3, max_length=96
-    )
+      params(), self.sites, CFG, self.run, Tokenizer("bytes"), [10**6], slots=3, max_length=96,
+      weight_form=self.weight_form,
+    )  # fmt: skip
     drawn = Sampling(temperature=0.8, max_new_tokens=20)
     prompts = [TEXTS[n % 3, :size].tolist() for n, size in enumerate((9, 20, 37, 66))]
     assert [batching.bucket(len(p), 96) for p in prompts] == [16, 32, 64, 96]
@@ -136,16 +141,17 @@ def differences(model: Model) -> dict[str, np.ndarray]:
   }
 
 
-RECIPES = [("block_128", "float32"), *(
+RECIPES = [("block_128", "float32", "codes"), *(
   pytest.param(*one, marks=SLOW)
-  for one in (("block_128", "bfloat16"), ("bf16", "float32"), ("rowwise", "float32"),
-              ("mxfp4_ste", "bfloat16"), ("w4a16_g64", "float32"), ("int8", "bfloat16"))
+  for one in (("block_128", "bfloat16", "values"), ("bf16", "float32", "codes"),
+              ("rowwise", "float32", "codes"), ("mxfp4_ste", "bfloat16", "codes"),
+              ("w4a16_g64", "float32", "values"), ("int8", "bfloat16", "codes"))
 )]  # fmt: skip
 
 
-@pytest.mark.parametrize(("recipe", "dtype"), RECIPES)
-def test_a_token_has_the_same_bits_in_every_program(recipe, dtype):
-  found = differences(Model(recipe, dtype))
+@pytest.mark.parametrize(("recipe", "dtype", "weight_form"), RECIPES)
+def test_a_token_has_the_same_bits_in_every_program(recipe, dtype, weight_form):
+  found = differences(Model(recipe, dtype, weight_form))
   assert {name: float(np.abs(x).max()) for name, x in found.items()} == dict.fromkeys(found, 0.0)
 
 

@@ -26,11 +26,12 @@ import timing  # noqa: E402
 MODEL = "assets/smollm2-135m"
 PROMPT, NEW_TOKENS, ROUNDS = 32, 24, 2
 BATCHES = (8,)
-# Arms of fp8jax: recipe of the linear layers, format of the cache. The CPU emulates FP8.
+# Arms of fp8jax: recipe of the linear layers, and options of api.load. The CPU emulates FP8.
 ARMS = {
-  "fp8jax float32": ("bf16", "compute"),
-  "fp8jax float32, E4M3 cache": ("bf16", "e4m3"),
-  "fp8jax block_128": ("block_128", "compute"),
+  "fp8jax float32": ("bf16", {}),
+  "fp8jax float32, E4M3 cache": ("bf16", {"cache_format": "e4m3"}),
+  "fp8jax block_128": ("block_128", {}),
+  "fp8jax block_128, values": ("block_128", {"weight_form": "values"}),
 }
 PEER = "transformers float32"
 
@@ -49,8 +50,8 @@ def worker(arm: str, batch: int):
 
   from fp8jax.generation import api
 
-  recipe, cache_format = ARMS[arm]
-  generator = api.load(MODEL, recipe=recipe, slots=batch, cache_format=cache_format)
+  recipe, options = ARMS[arm]
+  generator = api.load(MODEL, recipe=recipe, slots=batch, **options)
   generator.end_ids = frozenset()  # every completion has all its tokens
   prompts, sampling = _prompts(batch), api.Sampling(max_new_tokens=NEW_TOKENS)
 
