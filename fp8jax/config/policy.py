@@ -73,13 +73,7 @@ def attach(
 
 
 def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) -> list[str]:
-  """Settings that a policy needs and that are not there, in words.
-
-  Args:
-    c: the whole configuration.
-    policies: precision.policy, read.
-    alarms: log.alarms, read.
-  """
+  """Settings that a policy needs and that are not there, in words."""
   texts, firing = [], {alarm.statistic for alarm in alarms}
   for policy in policies:
     name = f"precision.policy: {policy_lib.name_of(policy)}"

@@ -50,11 +50,9 @@ class Benchmark:
 
   Attributes:
     file: its name in the data folder.
-    format: of the file, in words.
     items: how many there must be; 0 where the file decides.
     read: path -> items.
     task: all but the items and their source.
-    runs_code: whether outputs are executed.
   """
 
   file: str
@@ -87,8 +85,6 @@ def make(name: str, data_dir: str, allow_code: bool = False) -> Task:
 
   Args:
     name: a key of BENCHMARKS.
-    data_dir: folder of the data.
-    allow_code: whether outputs may be executed.
 
   Raises:
     UserError: its file is missing, broken, or has another number of items.

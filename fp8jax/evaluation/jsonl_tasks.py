@@ -22,7 +22,6 @@ def from_jsonl(path: str, verifier: str = verifiers.MATH, name: str = "") -> Tas
   """The task of a JSONL file; its format is FORMAT.
 
   Args:
-    path: the file.
     verifier: of lines that name none.
     name: of the task; "" is the file's.
 

@@ -59,7 +59,6 @@ class Scores:
 
   Attributes:
     task: its name.
-    fingerprint: of its definition.
     margin: of comparisons, in points.
     items: names, in the order of the rows.
     scores_IJ: 0 or 1, (items, samples).
@@ -85,7 +84,6 @@ class Writer:
     """
     Args:
       folder: of the evaluation; made where it is not there.
-      task: to be evaluated.
       settings: what else decides the outputs: weights, precision, seed, ...; JSON values.
 
     Raises:

@@ -44,11 +44,7 @@ class Protocol:
   """How outputs are drawn.
 
   Attributes:
-    samples: outputs per item (n).
-    temperature: 0 is greedy.
-    top_p: nucleus sampling; 1 is all tokens.
-    max_new_tokens: tokens after which an output ends.
-    stop: texts at which an output ends.
+    samples: outputs per item (n); the others are those of generation.settings.Sampling.
   """
 
   samples: int = 1
@@ -77,7 +73,6 @@ class Verdict:
   """The judgement of one output.
 
   Attributes:
-    correct: whether it counts.
     extracted: the answer that was found in the output, "" for none.
     note: why it does not count, where a verifier knows ("timeout").
   """
@@ -103,7 +98,6 @@ class Task:
     think_end: tag that closes the thoughts: the output up to its last occurrence is not verified;
       "" for none. Without the tag the whole output is verified, as in evalscope.
     chat: whether the chat template writes the prompts, whatever eval.chat says.
-    protocol: of sampling.
     margin: points that an arm may lose against its baseline, fixed with the task.
     source: the file or generator that the items come from.
   """

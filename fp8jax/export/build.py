@@ -45,10 +45,8 @@ class Source:
     stored: matrices that are there in codes, see fp8.choose.
     companions: folder of tokenizer and settings; "" for none.
     base: config.json beside the weights; of a run without Hugging Face files its ends, if any.
-    phase: of the precision schedule.
     amaxes: {(site, tensor): amax} of delayed and static scales.
     trained: provenance of the training; {} where there is none.
-    changed: configuration keys that training changed.
     inputs: {(site, "x"): amax} that a calibration just saw; export.input_scales come before it.
     before: (spec, parameters) of the model before methods changed its weights, with which the gate
       compares the folder; None: of `params`.
@@ -181,7 +179,6 @@ def check_place(spec: TrainSpec, target: str, never: Mapping[str, str]) -> dict[
   """The checks before work that takes long.
 
   Args:
-    target: the folder to write.
     never: {folder, or id on the hub: what it is} of those that are not written to.
 
   Returns:
@@ -211,9 +208,6 @@ def build(
   Args:
     spec: of the source.
     plain: the same without adapters.
-    target: the folder to write.
-    texts: that logits are compared on.
-    versions: of the client.
 
   Returns:
     The report of the command.

@@ -87,7 +87,6 @@ class Engine:
     """
     Args:
       rows: slots; the next multiple of the devices that rows are split over.
-      cache_format: of settings.CACHE_FORMATS.
       kv_scales: see KVCache.zeros.
     """
     self._shards = run.layout.size(run.layout.act_axes("B"))

@@ -118,11 +118,8 @@ class Serving:
   """A model on a kind of GPU, beside the format of its weights.
 
   Attributes:
-    model: the architecture.
-    gpu: one of the GPUs.
     length: tokens of a sequence, all of them in the cache.
     reserve: share of the memory that is left to activations, workspaces and the driver.
-    cache_format: of generation.settings.CACHE_FORMATS.
     itemsize: bytes of the compute dtype.
   """
 
@@ -137,7 +134,6 @@ class Serving:
     """The row of a format on so many GPUs.
 
     Args:
-      name: to show.
       rules: (regular expression, recipe) of every linear layer.
     """
     held, problem = self._held(rules, num), uneven(self.model, rules, num)

@@ -27,8 +27,6 @@ class Method:
 
   Attributes:
     is_greedy: the best token; the rest is unread.
-    top_k: as in Sampling.
-    has_top_p: whether top_p is below 1.
   """
 
   is_greedy: bool

@@ -22,7 +22,6 @@ class Stoppable:
   """A generator that stops at the next piece of text.
 
   Attributes:
-    generator: whose completions they are.
     stop: whether to raise AskedToStop; is asked at every piece.
   """
 

@@ -41,7 +41,6 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
     params: parameters as they are stored, where the sites' layout has them; the result lies as
       Layout.served has it.
     sites: of all GEMMs; their delayed and static scales are read here and never change again.
-    dtype: compute dtype.
 
   Returns:
     A tree like `params`; its layers are a tuple with a stack for every run of layers of `sites`.

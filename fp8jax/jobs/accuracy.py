@@ -34,10 +34,6 @@ class TaskAccuracy:
     self, spec: train_spec.TrainSpec, workdir: str, say: Callable[[str], None], asks: bool = False
   ):  # fmt: skip
     """
-    Args:
-      say: takes a line per task.
-      asks: whether the job asks eval.tasks.
-
     Raises:
       UserError, FileNotFoundError: a task cannot be read, or a metric names none of them.
     """

@@ -25,7 +25,6 @@ def run(
   """Bytes per device by kind and FP8 GEMMs, declared and found in the compiled step.
 
   Args:
-    spec: the run.
     devices: those to compile for, real or of a topology.
     topology: --topology, for the message; "" where the devices are here.
     workdir: gets memory.json for the run's report, where it exists.

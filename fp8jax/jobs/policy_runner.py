@@ -143,7 +143,6 @@ class PolicyRunner:
     After the last step, too: the run may be prolonged.
 
     Args:
-      step: steps taken.
       firing: (layer's site, statistic) of all alarms that ring.
     """
     if not self._has_alarms:
@@ -160,7 +159,6 @@ class PolicyRunner:
     """Decides after an evaluation, as `measured`; a roll-back, or None to go on.
 
     Args:
-      step: steps taken.
       values: of `metrics`.
     """
     if not self.metrics:

@@ -88,7 +88,6 @@ class RLState(run_state.RunState):
   ):  # fmt: skip
     """
     Args:
-      judge: gives rewards.
       reference: parameters of the reference, as a teacher's (step/distillation.py); None without.
     """
     super().__init__(policies, table, batches, *args, **options)

@@ -63,9 +63,6 @@ def frozen(spec: train_spec.TrainSpec, folder: str, key: str):
   """(parameters beside those that train, as a teacher's (step/distillation.py), where they come
   from): a folder's, those that training starts from, or under adapters their base.
 
-  Args:
-    key: names the folder.
-
   Raises:
     UserError: the frozen base of init.workdir is not what training starts from.
     ConfigError: its checkpoint is of another model.

@@ -84,9 +84,6 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
   """(x + attention(norm(x)), Aux with keys and values of these tokens as the cache stores them).
 
   Args:
-    p: parameters of this layer.
-    s: sites of this layer.
-    x_BLD: residual stream.
     context: positions and documents of the tokens. Its state is the layer's cache, with `attend`
       (generation/cache.py); without one, the tokens attend among themselves.
   """
@@ -141,7 +138,6 @@ def problem(
 
   Args:
     cfg, run: the model, and its layout and compute dtype.
-    device: hardware.
     sequences: of a batch over all devices.
     length: tokens of a sequence.
     is_isolated: whether a token sees its own document alone.

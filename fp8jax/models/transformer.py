@@ -188,7 +188,6 @@ def layer(x_BLD, of_layer, context: LayerContext, cfg: ModelConfig, run: Compute
 
   Args:
     of_layer: its (parameters, sites), perhaps with states of its mixers.
-    context: of the batch, see `layer_context`.
   """
   (p, s, *states), total = of_layer, Aux()
   if states:
@@ -353,7 +352,6 @@ def runs(sites, *stacks):
   """Of every run of layers that multiply alike: the slice of its layers, its sites, its stacks.
 
   Args:
-    sites: of the model.
     stacks: trees that are stacked over the layers; or tuples, with a stack for every run.
   """
 

@@ -44,7 +44,6 @@ def as_multiplied(w, site: Site, eqn: str, dtype):
     w: as it is stored; or what this function made of it.
     site: not stacked.
     eqn: of the GEMM, "BLD,DF->BLF".
-    dtype: compute dtype.
   """
   if isinstance(w, StoredMatrix) and w.weight_shape is not None:
     return w

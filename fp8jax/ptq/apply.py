@@ -111,9 +111,6 @@ def to_matrices(
 
   A scale of a whole tensor is that of all of them; so is the first level of two.
 
-  Args:
-    where: the sites, for messages.
-
   Raises:
     UserError: the moments have no Cholesky factor; names the sites.
   """

@@ -85,11 +85,7 @@ class Gptq:
 
 @dataclasses.dataclass(frozen=True)
 class LearnedRounding:
-  """Codes up or down by sign gradient descent (learned_rounding.learn).
-
-  Attributes:
-    steps: of the optimizer.
-  """
+  """Codes up or down by sign gradient descent (learned_rounding.learn)."""
 
   steps: int = 200
 

@@ -43,7 +43,6 @@ class Section:
   """A part of a page.
 
   Attributes:
-    title: its heading.
     note: a sentence under it, plain text.
     charts: Vega-Lite specifications by their ids in the page.
     tables: (column names, rows) of plain text.

@@ -40,7 +40,6 @@ def run(
   """Runs the sweep in a file; returns the exit code.
 
   Args:
-    path: the sweep's file.
     root: the folder of launch.py.
     folder: of its trials, an absolute path.
     parallel: trials at a time; 0: one per GPU or core, all of those for a scheduler.

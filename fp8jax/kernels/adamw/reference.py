@@ -37,7 +37,6 @@ class StepScalars(NamedTuple):
 
   Attributes:
     factor: by which gradients are multiplied first: clipping, the inverse of a loss scale.
-    rate: the learning rate.
     mu_correction, nu_correction: 1 / (1 - b^count).
   """
 
