@@ -9,15 +9,7 @@ from fp8jax.kernels.attention.api import AttentionProblem
 from fp8jax.kernels.device import Device
 from fp8jax.models import unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.models.mixer import (
-  Aux,
-  GemmSite,
-  LayerContext,
-  Maker,
-  Mixer,
-  block_input,
-  block_output,
-)
+from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Maker, Mixer, block_input, block_output
 from fp8jax.ops import prologue, row_tiles
 from fp8jax.ops.attention import attention
 from fp8jax.ops.dots import dot, dots

@@ -39,10 +39,7 @@ from fp8jax.ops.site import Activation
 from fp8jax.params import Param
 
 # By name, for ModelConfig.mixers.
-MIXERS: dict[str, Mixer] = {
-  "attention_gqa": attention_gqa.MIXER,
-  "mlp_swiglu": mlp_swiglu.MIXER,
-}
+MIXERS: dict[str, Mixer] = {"attention_gqa": attention_gqa.MIXER, "mlp_swiglu": mlp_swiglu.MIXER}
 
 
 def mixers(cfg: ModelConfig) -> tuple[Mixer, ...]:
