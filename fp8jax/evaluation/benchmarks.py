@@ -81,10 +81,7 @@ class Benchmark:
 
 
 def make(name: str, data_dir: str, allow_code: bool = False) -> Task:
-  """The task of a benchmark.
-
-  Args:
-    name: a key of BENCHMARKS.
+  """The task of a benchmark, by its key in BENCHMARKS.
 
   Raises:
     UserError: its file is missing, broken, or has another number of items.

@@ -74,11 +74,8 @@ class Scores:
 
 
 class Writer:
-  """Appends the outputs of one task to its file.
-
-  Attributes:
-    done: {item name: {sample: row}} of the items whose samples are all there.
-  """
+  """Appends the outputs of one task to its file; `done` has {item name: {sample: row}} of the items
+  whose samples are all there."""
 
   def __init__(self, folder: str, task: Task, settings: Mapping[str, Any]):
     """

@@ -41,11 +41,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-  """How outputs are drawn.
-
-  Attributes:
-    samples: outputs per item (n); the others are those of generation.settings.Sampling.
-  """
+  """How outputs are drawn: so many samples of an item (n), each as generation.settings.Sampling."""
 
   samples: int = 1
   temperature: float = 0.0
@@ -174,11 +170,7 @@ def check_items(items: Sequence[Item], source: str) -> tuple[Item, ...]:
 
 
 def apart(items: Sequence[Item], trained: Collection[str]) -> tuple[tuple[Item, ...], int]:
-  """(items whose question is in no training set, how many were left out).
-
-  Args:
-    trained: normalized questions of the training set.
-  """
+  """(items whose normalized question is not in `trained`, how many were left out)."""
   kept = tuple(item for item in items if normalized(item.question) not in trained)
   return kept, len(items) - len(kept)
 

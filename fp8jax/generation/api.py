@@ -304,10 +304,7 @@ def _layout(data: int, tensor: int) -> axes.Layout:
 
 def end_ids(folder: str, tokenizer: Tokenizer, stop_tokens: Sequence[str] = ()) -> list[int]:
   """Tokens that end a completion: those of generation_config.json, else config.json, else the
-  tokenizer's, as in transformers; and `stop_tokens`.
-
-  Args:
-    folder: of the model; "" for none.
+  tokenizer's, as in transformers; and `stop_tokens`. The model's folder may be "", for none.
 
   Raises:
     UserError: a file states something else than ids, or the tokenizer has no token of that name.

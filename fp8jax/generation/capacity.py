@@ -131,11 +131,7 @@ class Serving:
   itemsize: int = 2
 
   def row(self, name: str, rules, num: int) -> Row:
-    """The row of a format on so many GPUs.
-
-    Args:
-      rules: (regular expression, recipe) of every linear layer.
-    """
+    """The row of a format on so many GPUs; rules are (regular expression, recipe)."""
     held, problem = self._held(rules, num), uneven(self.model, rules, num)
     of_sequence = held.cache * self.length
     room = self.gpu.memory * (1 - self.reserve) - held.weights

@@ -23,11 +23,7 @@ NO_TOKEN = -1
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """The static part of a Sampling.
-
-  Attributes:
-    is_greedy: the best token; the rest is unread.
-  """
+  """The static part of a Sampling; the rest of a greedy one, which takes the best, is unread."""
 
   is_greedy: bool
   top_k: int

@@ -21,11 +21,8 @@ from fp8jax.recipe.quant import Quant
 
 
 def multiplied_as_codes(recipes: Mapping[str, Recipe]) -> dict[str, set[Quant | None]]:
-  """{path of a weight, "layers/mlp/up": how its layers are multiplied}, for load_params.
-
-  Args:
-    recipes: of every layer's site, "layers/3/mlp/up".
-  """
+  """{path of a weight, "layers/mlp/up": how its layers are multiplied}, for load_params, by the
+  recipes of every layer's site, "layers/3/mlp/up"."""
   quants: dict[str, set[Quant | None]] = {}
   for name, recipe in recipes.items():
     top, _, rest = name.partition("/")

@@ -24,10 +24,7 @@ from fp8jax.step.state import State
 
 class TaskAccuracy:
   """The tasks of a run that are asked at its evaluations: where its policies decide by them, or its
-  job asks.
-
-  Attributes:
-    identity: {"eval.tasks": the tasks by content}, which a resumed run must have again.
+  job asks. A resumed run must have the same identity again, {"eval.tasks": the tasks by content}.
   """
 
   def __init__(

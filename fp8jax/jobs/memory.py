@@ -59,10 +59,8 @@ def _of_rl(spec: train_spec.TrainSpec, devices, gpu: str) -> tuple[list[MemoryRo
   """(what --job=rl holds beside the state of training, its bytes by part).
 
   The reference's parameters are always there; a rollout's weights and cache while it draws; then
-  training's forward pass scores what was drawn. Each is compiled.
-
-  Args:
-    gpu: one of aot.CAPABILITY; "" for the devices at hand.
+  training's forward pass scores what was drawn. Each is compiled, for a GPU of aot.CAPABILITY or,
+  where that is "", for the devices at hand.
   """
   own, rows, held = spec.of(RL), [], _of_reference(spec)
   summary: dict[str, Any] = {"reference": held}

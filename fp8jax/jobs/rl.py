@@ -86,10 +86,7 @@ class RLState(run_state.RunState):
     self, workdir: str, judge: rollout.Judge, reference, policies, table, batches: Questions,
     *args, **options,
   ):  # fmt: skip
-    """
-    Args:
-      reference: parameters of the reference, as a teacher's (step/distillation.py); None without.
-    """
+    """The reference's parameters are as a teacher's (step/distillation.py); None without."""
     super().__init__(policies, table, batches, *args, **options)
     self._questions: Any = batches
     self._own, self._folder = self.spec.of(RL), os.path.join(workdir, rollout.FOLDER)

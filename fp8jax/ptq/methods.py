@@ -46,11 +46,7 @@ class Equalize:
 
 @dataclasses.dataclass(frozen=True)
 class SmoothQuant:
-  """The activations' outliers go into the weights (smooth.scales).
-
-  Attributes:
-    alpha: share of the activations' range that goes there.
-  """
+  """A share alpha of the activations' range goes into the weights (smooth.scales)."""
 
   alpha: float = 0.5
 

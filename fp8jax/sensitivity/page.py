@@ -134,11 +134,7 @@ def groups(result: Result, group: str) -> Any | None:
 
 
 def arms(budget: Mapping[str, Any], of: str = "loss_percent") -> Any:
-  """The chosen rules and others, on the half that rules were not chosen on.
-
-  Args:
-    of: "loss_percent" or "kl".
-  """
+  """ "loss_percent" or "kl" of the chosen rules and others, on the half they were not chosen on."""
   rows = budget["arms"]
   names = [f"{a['arm']} ({100 * a['bf16_flops']:.0f} % BF16)" for a in rows]
   values, kls = ([a["report"][key] for a in rows] for key in (of, "kl"))
