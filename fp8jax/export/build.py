@@ -175,21 +175,16 @@ def fold_smooth(spec: TrainSpec, params):
 # --- the export ----------------------------------------------------------------------------------
 
 
-def check_place(spec: TrainSpec, target: str, never: Mapping[str, str]) -> dict[str, str]:
-  """The checks before work that takes long.
-
-  Args:
-    never: {folder, or id on the hub: what it is} of those that are not written to.
-
-  Returns:
-    Versions of the client.
-  """
+def check_place(spec: TrainSpec, target: str, workdir: str) -> dict[str, str]:
+  """The checks of an export of a run's before work that takes long; versions of the client."""
   names.entries(spec.model)  # raises where there is no mapping
   if spec.of(Export).format != "peft":
     hf_config.check_exportable(spec.model)
   if is_first := jax.process_index() == 0:
     folder.recover(target)
   _wait("what an interrupted export left")
+  never = {workdir: "the run's own folder", spec.init.hf: "the folder of init.hf",
+           spec.weights.hf: "the folder of weights.hf"}  # fmt: skip
   folder.check_other(target, {hub.local(path): what for path, what in never.items() if path})
   # `move` checks again.
   folder.check(target, ["config.json", publish.CARD])

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grain
@@ -222,14 +222,11 @@ class RLState(run_state.RunState):
       with records.replacing(f"{path}.npz") as part, open(part, "wb") as f:
         np.savez_compressed(f, **flat)
       self._forget(int(os.path.basename(path)))
-    with records.replacing(f"{path}.jsonl") as part, open(part, "w") as f:
-      f.writelines(records.to_json(rollout.as_row(group), None) + "\n" for group in groups)
+    _write(f"{path}.jsonl", map(rollout.as_row, groups))
     if self._own.objective.keeps_best:
       folder, name = os.path.join(self._workdir, rollout.KEPT), os.path.basename(path)
       records.make_folder(folder, "--workdir")
-      target = os.path.join(folder, f"{name}.jsonl")
-      with records.replacing(target) as part, open(part, "w") as f:
-        f.writelines(records.to_json(row, None) + "\n" for row in rollout.as_chats(groups))
+      _write(os.path.join(folder, f"{name}.jsonl"), rollout.as_chats(groups))
 
   def _forget(self, cycle: int):
     """Removes the arrays of rollouts before `cycle` within which no checkpoint lies; that of the
@@ -242,6 +239,10 @@ class RLState(run_state.RunState):
       number = re.fullmatch(r"(\d+)\.npz", name)
       if number and int(number[1]) < cycle - 1 and int(number[1]) not in within:
         os.remove(os.path.join(self._folder, name))
+
+
+def _write(path: str, rows: Iterable[Any]):
+  records.write_atomic(path, "".join(records.to_json(row, None) + "\n" for row in rows))
 
 
 class PairState(RLState):
