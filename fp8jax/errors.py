@@ -197,9 +197,6 @@ def check_number(what: str, value: Any, low: float, high: float, remedy: str, wh
   Args:
     what: the file and key, for the message.
     value: as read; True and False are no numbers.
-    low, high: the smallest and largest value.
-    remedy: what to do, for the message.
-    whole: whether it must be an int.
   """
   is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
   if is_number and (isinstance(value, int) or math.isfinite(value)) and low <= value <= high:

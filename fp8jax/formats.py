@@ -70,11 +70,6 @@ class Format:
     return self.grid.rounds_to_max
 
   @property
-  def smallest_normal(self) -> float:
-    """Smallest positive magnitude with all mantissa bits."""
-    return math.ldexp(1.0, self.min_exponent)
-
-  @property
   def bits(self) -> int:
     """Of a number of the grid, whatever stores it."""
     return self.grid.bits

@@ -133,7 +133,6 @@ def read(cls: type, values: Mapping[str, Any], **others: Any) -> Any:
   """A section from the values of its keys; lists, which JSON has, become tuples.
 
   Args:
-    cls: the section.
     values: at least its keys, by their last names.
     others: fields that are no keys.
   """

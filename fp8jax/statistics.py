@@ -165,7 +165,6 @@ class Estimate:
   Attributes:
     mean: of the seeds' values; infinite where a run diverged.
     low, high: ends of the two-sided interval; infinite with one seed.
-    by_seed: the values.
   """
 
   mean: float
@@ -287,7 +286,6 @@ def compare(
     candidate_RI, baseline_RI: scores from 0 to 1, the mean over an item's samples; row r of both
       is the same seed and column i the same item.
     margin: points that the candidate may lose; fixed beforehand.
-    seed: of the resampling.
     count: of comparisons whose intervals are to hold together (Bonferroni).
 
   Raises:

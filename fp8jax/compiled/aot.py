@@ -65,9 +65,7 @@ def _devices(name: str, count: int):
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver to ask
   try:
     topology = topologies.get_topology_desc(
-      platform="cuda",
-      topology=f"1x1x{count}",
-      target_config=(FOLDER / f"{name}.txtpb").read_text(),
+      platform="cuda", topology=f"1x1x{count}", target_config=(FOLDER / f"{name}.txtpb").read_text()
     )
   except (RuntimeError, NotImplementedError, KeyError) as e:
     reason = str(e).splitlines()[0]

@@ -28,9 +28,7 @@ class GemmRow:
   """A product of a site: expected in the program, and found there.
 
   Attributes:
-    key: which product.
     recipe: name of the site's.
-    backend: that multiplies it.
     size: (M, N, K) of the product on one device; of the first chunk for the head.
     expected: FP8 GEMMs per step and device; 0 where the recipe does not quantize, and where a
       backend emulates the matrix unit without one.
@@ -44,7 +42,6 @@ class GemmRow:
     calls: FP8 GEMMs found, executions.
     done: their multiply-adds.
     unquantized: executions of GEMMs with operands of more than 8 bits.
-    kernels: what multiplies.
     instead: the first of these.
     why: why one with FP8 operands is among these.
     shared: the site whose GEMM also is this one's, "" for none.

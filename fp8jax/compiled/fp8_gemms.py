@@ -115,9 +115,7 @@ def check(spec: TrainSpec, text: str, phase: int = 0) -> list[GemmRow]:
   """The table of a program whose FP8 GEMMs are those of the spec.
 
   Args:
-    spec: the run.
     text: HLO of its step, see hlo.gemms.
-    phase: of the precision schedule.
 
   Raises:
     NotFp8: names the first site that differs, what it does instead, why, and what to do.

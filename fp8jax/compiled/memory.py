@@ -28,7 +28,6 @@ class MemoryRow:
   """One kind of memory.
 
   Attributes:
-    kind: what it is.
     declared, compiled: bytes on one device; None where only the other side knows.
     note: the largest arrays found, or how the two differ.
   """

@@ -19,7 +19,6 @@ class Buffer:
     name: of the instruction that gives it.
     shape: "bf16[32768,18944]"; of several results, or of none, "".
     start: first byte in the block.
-    nbytes: how many.
   """
 
   name: str

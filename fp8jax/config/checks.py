@@ -35,8 +35,6 @@ def group_problems(c: Any, optim: OptimizerConfig, named: Mapping[str, list[str]
   """The problems of optim.clip_groups and lr_multipliers, in words.
 
   Args:
-    c: the whole configuration.
-    optim: its section, read.
     named: of optim.groups.names; {} where the model is not known.
   """
   problems, keys = [], ("clip_groups", "lr_multipliers")

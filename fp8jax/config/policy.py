@@ -66,20 +66,14 @@ def _parts(entry) -> tuple[str, dict[str, Any]]:
 def attach(
   c: Any, precision: Precision | None, alarms: tuple[Alarm, ...], errors: ConfigErrors
 ) -> Precision | None:
-  """The precision with precision.policy of a configuration; problems go to `found`."""
+  """The precision with precision.policy of a configuration; problems go to `errors`."""
   policies = errors.attempt(lambda: read(c.precision.policy)) or ()
   errors.extend(problems(c, policies, alarms))
   return precision and dataclasses.replace(precision, policy=policies)
 
 
 def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) -> list[str]:
-  """Settings that a policy needs and that are not there, in words.
-
-  Args:
-    c: the whole configuration.
-    policies: precision.policy, read.
-    alarms: log.alarms, read.
-  """
+  """Settings that a policy needs and that are not there, in words."""
   texts, firing = [], {alarm.statistic for alarm in alarms}
   for policy in policies:
     name = f"precision.policy: {policy_lib.name_of(policy)}"

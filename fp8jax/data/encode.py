@@ -80,7 +80,6 @@ def encoded(
   """The documents of a source from number `first` on, in order.
 
   Args:
-    encoder: what is done with a task.
     first: documents that were encoded before.
     processes: workers; 0: as many as cores, or none for `nbytes` below 8 MiB.
     nbytes: size of the source's files.

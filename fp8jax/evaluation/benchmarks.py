@@ -50,11 +50,9 @@ class Benchmark:
 
   Attributes:
     file: its name in the data folder.
-    format: of the file, in words.
     items: how many there must be; 0 where the file decides.
     read: path -> items.
     task: all but the items and their source.
-    runs_code: whether outputs are executed.
   """
 
   file: str
@@ -83,12 +81,7 @@ class Benchmark:
 
 
 def make(name: str, data_dir: str, allow_code: bool = False) -> Task:
-  """The task of a benchmark.
-
-  Args:
-    name: a key of BENCHMARKS.
-    data_dir: folder of the data.
-    allow_code: whether outputs may be executed.
+  """The task of a benchmark, by its key in BENCHMARKS.
 
   Raises:
     UserError: its file is missing, broken, or has another number of items.

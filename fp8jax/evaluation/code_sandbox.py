@@ -123,11 +123,9 @@ def run(program: str, given: str, function: str = "", limits: Limits = Limits())
   """Executes a Python program.
 
   Args:
-    program: its text.
     given: standard input.
     function: name of a function, or of a method of class Solution, to call with the JSON values in
       the lines of `given`; "" executes the program as it is.
-    limits: see Limits.
 
   Returns:
     Its output and failure: "timeout", "exit code 1: LAST LINE OF STANDARD ERROR", ...

@@ -22,7 +22,6 @@ def from_jsonl(path: str, verifier: str = verifiers.MATH, name: str = "") -> Tas
   """The task of a JSONL file; its format is FORMAT.
 
   Args:
-    path: the file.
     verifier: of lines that name none.
     name: of the task; "" is the file's.
 
@@ -91,10 +90,7 @@ def from_description(path: str, trained: Collection[str] = frozenset()) -> Task:
   Its keys: "questions" (a JSONL file beside it) or "family" with "arguments" and "seed"
   (reasoning-gym); "name", "items", "verifier"; and the fields of Task and Protocol "prompt",
   "system", "prefix", "think_end", "margin", "samples", "temperature", "top_p", "max_new_tokens",
-  "stop".
-
-  Args:
-    trained: normalized questions that a family must not ask.
+  "stop". A family asks no normalized question that is in `trained`.
 
   Raises:
     UserError, FileNotFoundError: all that is wrong with the file.

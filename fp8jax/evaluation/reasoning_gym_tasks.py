@@ -36,7 +36,6 @@ def entries(family: str, arguments: Mapping[str, Any], seed: int, draws: int):
     family: a name in FAMILIES.
     arguments: fields of the family's configuration, e.g. {"max_terms": 2}.
     seed: of item 0.
-    draws: how many items it has.
 
   Raises:
     UserError: the family refuses the arguments.

@@ -33,7 +33,6 @@ class Evaluated:
   """A finished task.
 
   Attributes:
-    task: the task.
     scores_IJ: 0 or 1, (items, samples).
     summary: JSON values: avg@n and pass@k with intervals, finish reasons, lengths, seconds.
   """
@@ -50,12 +49,7 @@ def evaluate(
   """Asks the items that are not answered yet, and sums up all.
 
   Args:
-    task: the task.
-    generator: see generation.api.
-    ask: makes the prompts.
-    folder: of the stored evaluation (evaluation/store.py).
     settings: what decides the outputs besides the task and the seed.
-    seed: of sampling.
     say: takes a line of progress, ten or so per task.
 
   Raises:

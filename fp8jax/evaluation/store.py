@@ -59,7 +59,6 @@ class Scores:
 
   Attributes:
     task: its name.
-    fingerprint: of its definition.
     margin: of comparisons, in points.
     items: names, in the order of the rows.
     scores_IJ: 0 or 1, (items, samples).
@@ -75,17 +74,13 @@ class Scores:
 
 
 class Writer:
-  """Appends the outputs of one task to its file.
-
-  Attributes:
-    done: {item name: {sample: row}} of the items whose samples are all there.
-  """
+  """Appends the outputs of one task to its file; `done` has {item name: {sample: row}} of the items
+  whose samples are all there."""
 
   def __init__(self, folder: str, task: Task, settings: Mapping[str, Any]):
     """
     Args:
       folder: of the evaluation; made where it is not there.
-      task: to be evaluated.
       settings: what else decides the outputs: weights, precision, seed, ...; JSON values.
 
     Raises:

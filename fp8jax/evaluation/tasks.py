@@ -41,15 +41,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-  """How outputs are drawn.
-
-  Attributes:
-    samples: outputs per item (n).
-    temperature: 0 is greedy.
-    top_p: nucleus sampling; 1 is all tokens.
-    max_new_tokens: tokens after which an output ends.
-    stop: texts at which an output ends.
-  """
+  """How outputs are drawn: so many samples of an item (n), each as generation.settings.Sampling."""
 
   samples: int = 1
   temperature: float = 0.0
@@ -77,7 +69,6 @@ class Verdict:
   """The judgement of one output.
 
   Attributes:
-    correct: whether it counts.
     extracted: the answer that was found in the output, "" for none.
     note: why it does not count, where a verifier knows ("timeout").
   """
@@ -103,7 +94,6 @@ class Task:
     think_end: tag that closes the thoughts: the output up to its last occurrence is not verified;
       "" for none. Without the tag the whole output is verified, as in evalscope.
     chat: whether the chat template writes the prompts, whatever eval.chat says.
-    protocol: of sampling.
     margin: points that an arm may lose against its baseline, fixed with the task.
     source: the file or generator that the items come from.
   """
@@ -180,11 +170,7 @@ def check_items(items: Sequence[Item], source: str) -> tuple[Item, ...]:
 
 
 def apart(items: Sequence[Item], trained: Collection[str]) -> tuple[tuple[Item, ...], int]:
-  """(items whose question is in no training set, how many were left out).
-
-  Args:
-    trained: normalized questions of the training set.
-  """
+  """(items whose normalized question is not in `trained`, how many were left out)."""
   kept = tuple(item for item in items if normalized(item.question) not in trained)
   return kept, len(items) - len(kept)
 

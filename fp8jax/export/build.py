@@ -45,10 +45,8 @@ class Source:
     stored: matrices that are there in codes, see fp8.choose.
     companions: folder of tokenizer and settings; "" for none.
     base: config.json beside the weights; of a run without Hugging Face files its ends, if any.
-    phase: of the precision schedule.
     amaxes: {(site, tensor): amax} of delayed and static scales.
     trained: provenance of the training; {} where there is none.
-    changed: configuration keys that training changed.
     inputs: {(site, "x"): amax} that a calibration just saw; export.input_scales come before it.
     before: (spec, parameters) of the model before methods changed its weights, with which the gate
       compares the folder; None: of `params`.
@@ -177,22 +175,16 @@ def fold_smooth(spec: TrainSpec, params):
 # --- the export ----------------------------------------------------------------------------------
 
 
-def check_place(spec: TrainSpec, target: str, never: Mapping[str, str]) -> dict[str, str]:
-  """The checks before work that takes long.
-
-  Args:
-    target: the folder to write.
-    never: {folder, or id on the hub: what it is} of those that are not written to.
-
-  Returns:
-    Versions of the client.
-  """
+def check_place(spec: TrainSpec, target: str, workdir: str) -> dict[str, str]:
+  """The checks of an export of a run's before work that takes long; versions of the client."""
   names.entries(spec.model)  # raises where there is no mapping
   if spec.of(Export).format != "peft":
     hf_config.check_exportable(spec.model)
   if is_first := jax.process_index() == 0:
     folder.recover(target)
   _wait("what an interrupted export left")
+  never = {workdir: "the run's own folder", spec.init.hf: "the folder of init.hf",
+           spec.weights.hf: "the folder of weights.hf"}  # fmt: skip
   folder.check_other(target, {hub.local(path): what for path, what in never.items() if path})
   # `move` checks again.
   folder.check(target, ["config.json", publish.CARD])
@@ -211,9 +203,6 @@ def build(
   Args:
     spec: of the source.
     plain: the same without adapters.
-    target: the folder to write.
-    texts: that logits are compared on.
-    versions: of the client.
 
   Returns:
     The report of the command.

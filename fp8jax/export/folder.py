@@ -35,7 +35,6 @@ def check(target: str, names: Collection[str] = ()):
   """Refuses a target that an export may not write to; changes nothing.
 
   Args:
-    target: the folder.
     names: files that will be written, as far as they are known.
 
   Raises:

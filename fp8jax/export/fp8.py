@@ -124,7 +124,6 @@ def choose(
   """Chooses the quantized matrices of an export.
 
   Args:
-    entries: every tensor of the model.
     dims: letter -> size.
     recipes: of every layer's site.
     scheme: of all matrices; its scale_fmt is replaced.

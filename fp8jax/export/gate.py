@@ -82,7 +82,6 @@ class Gate:
   ):  # fmt: skip
     """
     Args:
-      spec: of the models that are compared.
       texts: what they are compared on, see divergence.batches.
       params: of the source, float32.
       of_source: the source's spec where that is another model, one with adapters; default: spec.
@@ -106,10 +105,6 @@ class Gate:
     """Compares the folder as fp8jax reads it, and refuses it above export.max_kl.
 
     fp8jax reads with the writer's defaults: config.json is held against others' demands first.
-
-    Args:
-      read: gives the parameters of a folder.
-      plan: of its quantized matrices.
     """
     has_config = os.path.exists(os.path.join(folder, "config.json"))  # adapters have none
     if has_config and (lacking := lacks(hf_config.read_json(folder, "config.json"))):

@@ -17,11 +17,8 @@ def write_card(
   """Writes README.md: the facts of an export, for people and for the hub.
 
   Args:
-    folder: of the export.
-    name: of the model.
     facts: {heading: value}; a mapping becomes a table, any other value its text.
     base_model: id of the model on the hub that training started from; "" for none.
-    is_reward: whether the model gives scores.
   """
   import huggingface_hub  # extra `hf`
 

@@ -34,9 +34,6 @@ def scheme(w: Quant, x: Quant | None, method: str = COMPRESSED) -> Scheme:
 
   Activations whose scale is the current one of their tensor are scaled by token, as servers do.
 
-  Args:
-    method: COMPRESSED or MODELOPT.
-
   Raises:
     ValueError: servers have no such product; says why and what to take.
   """

@@ -92,8 +92,6 @@ def model(
   """config.json and safetensors that transformers loads.
 
   Args:
-    tree: parameters.
-    cfg: their architecture.
     dtype: "bfloat16", "float16" or "float32"; of the unquantized tensors.
     base: another config.json whose remaining keys to keep.
     shard_bytes: largest file.

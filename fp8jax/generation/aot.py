@@ -41,10 +41,8 @@ def lower(
 
   Args:
     spec: of any job; weights lie as Layout.served says.
-    devices: those to lower for.
     rows: sequences, over all devices.
     length: positions of each in the cache.
-    cache_format: of settings.CACHE_FORMATS.
     prompt: tokens of a prompt; 0 for no prefill.
   """
   cfg, run = spec.model, decode.served(spec.model, spec.run, spec.device, length)

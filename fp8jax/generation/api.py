@@ -51,7 +51,6 @@ class Generator:
   """A model, its tokenizer and its compiled programs.
 
   Attributes:
-    tokenizer: of prompts and completions.
     end_ids: tokens that end a completion.
     max_length: tokens of the longest prompt and completion together.
     folder: with the tokenizer's files and settings; "" if there is none.
@@ -67,7 +66,6 @@ class Generator:
     Args:
       params: as they are stored.
       sites: of all GEMMs; delayed and static scales with their states.
-      cfg: architecture.
       run: how it computes. Its layout says where: rows over the axes of B, heads, features and
         vocabulary over those of H and G, F and V; weights lie as Layout.served says.
       slots: sequences that are decoded together, rounded up to a multiple of the devices that rows
@@ -132,8 +130,6 @@ class Generator:
 
     Args:
       prompts: token ids, at least one each.
-      sampling: how tokens are drawn.
-      num_samples: completions per prompt.
       on_text: is called with every piece of text as it becomes certain, a greedy copy in one.
 
     Returns:
@@ -225,11 +221,7 @@ class Generator:
   def not_finite(
     self, prompts: Sequence[Sequence[int]], completions: list[list[Completion]]
   ) -> str:
-    """A sentence about the completions that ended for reason "error"; "" without any.
-
-    Args:
-      prompts, found: of `generate`.
-    """
+    """A sentence about the completions that ended for reason "error"; "" without any."""
     bad = [(i, c) for i, own in enumerate(completions) for c in own if c.finish_reason == ERROR]
     if not bad:
       return ""
@@ -327,11 +319,7 @@ def _layout(data: int, tensor: int) -> axes.Layout:
 
 def end_ids(folder: str, tokenizer: Tokenizer, stop_tokens: Sequence[str] = ()) -> list[int]:
   """Tokens that end a completion: those of generation_config.json, else config.json, else the
-  tokenizer's, as in transformers; and `stop_tokens`.
-
-  Args:
-    folder: of the model; "" for none.
-    stop_tokens: names of tokens.
+  tokenizer's, as in transformers; and `stop_tokens`. The model's folder may be "", for none.
 
   Raises:
     UserError: a file states something else than ids, or the tokenizer has no token of that name.

@@ -74,11 +74,8 @@ def _next(
 
 
 class Engine:
-  """A model in slots: its weights and its compiled programs.
-
-  Attributes:
-    weights: (parameters, see weights.for_inference; sites of all GEMMs, scales included).
-  """
+  """A model in slots: its compiled programs, and `weights`: (parameters, see weights.for_inference;
+  sites of all GEMMs, scales included)."""
 
   def __init__(
     self, cfg: ModelConfig, run: ComputeConfig, rows: int, cache_format: str, compiler_options=None,
@@ -87,7 +84,6 @@ class Engine:
     """
     Args:
       rows: slots; the next multiple of the devices that rows are split over.
-      cache_format: of settings.CACHE_FORMATS.
       kv_scales: see KVCache.zeros.
     """
     self._shards = run.layout.size(run.layout.act_axes("B"))
@@ -168,11 +164,8 @@ class Engine:
     return dict(tokens_RL=tokens_RL, lengths_R=lengths_R, rows_R=rows_R, seeds_R=seeds_R)
 
   def score(self, sequences: list[tuple[int, ...]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of every token after the first: log-probability given those before, whether it is the best.
-
-    Args:
-      sequences: of at least two tokens each.
-    """
+    """Of every token after the first, of sequences of two or more: log-probability given those
+    before, whether it is the best."""
     scores: list = [None] * len(sequences)
     groups = collections.defaultdict(list)
     for number, tokens in enumerate(sequences):

@@ -84,9 +84,7 @@ class KVCache:
 
   Attributes:
     k: keys, turned by their positions, and by Hadamard's rotation in "e4m3_rotated".
-    v: values.
     format: of settings.CACHE_FORMATS.
-    layout: of activations.
     scales: float32 [N, 2] of a folder's keys and values, or [2] of a layer; None of entries, and
       of the other formats.
   """

@@ -118,11 +118,8 @@ class Serving:
   """A model on a kind of GPU, beside the format of its weights.
 
   Attributes:
-    model: the architecture.
-    gpu: one of the GPUs.
     length: tokens of a sequence, all of them in the cache.
     reserve: share of the memory that is left to activations, workspaces and the driver.
-    cache_format: of generation.settings.CACHE_FORMATS.
     itemsize: bytes of the compute dtype.
   """
 
@@ -134,12 +131,7 @@ class Serving:
   itemsize: int = 2
 
   def row(self, name: str, rules, num: int) -> Row:
-    """The row of a format on so many GPUs.
-
-    Args:
-      name: to show.
-      rules: (regular expression, recipe) of every linear layer.
-    """
+    """The row of a format on so many GPUs; rules are (regular expression, recipe)."""
     held, problem = self._held(rules, num), uneven(self.model, rules, num)
     of_sequence = held.cache * self.length
     room = self.gpu.memory * (1 - self.reserve) - held.weights

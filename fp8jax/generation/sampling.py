@@ -23,13 +23,7 @@ NO_TOKEN = -1
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """The static part of a Sampling.
-
-  Attributes:
-    is_greedy: the best token; the rest is unread.
-    top_k: as in Sampling.
-    has_top_p: whether top_p is below 1.
-  """
+  """The static part of a Sampling; the rest of a greedy one, which takes the best, is unread."""
 
   is_greedy: bool
   top_k: int

@@ -33,11 +33,7 @@ class Sampling:
   seed: int = 0
 
   def problems(self, where: str = "") -> list[str]:
-    """Values that mean nothing, in words; empty without any.
-
-    Args:
-      where: before the names of the fields, "generate.".
-    """
+    """Values that mean nothing, in words; `where` stands before the fields' names, "generate."."""
     texts = []
 
     def check(ok: bool, name: str, expected: str):

@@ -19,12 +19,7 @@ def heed(stop: Callable[[], bool]):
 
 @dataclasses.dataclass(frozen=True)
 class Stoppable:
-  """A generator that stops at the next piece of text.
-
-  Attributes:
-    generator: whose completions they are.
-    stop: whether to raise AskedToStop; is asked at every piece.
-  """
+  """A generator that asks at every piece of text whether to raise AskedToStop."""
 
   generator: Generator
   stop: Callable[[], bool]

@@ -21,11 +21,8 @@ from fp8jax.recipe.quant import Quant
 
 
 def multiplied_as_codes(recipes: Mapping[str, Recipe]) -> dict[str, set[Quant | None]]:
-  """{path of a weight, "layers/mlp/up": how its layers are multiplied}, for load_params.
-
-  Args:
-    recipes: of every layer's site, "layers/3/mlp/up".
-  """
+  """{path of a weight, "layers/mlp/up": how its layers are multiplied}, for load_params, by the
+  recipes of every layer's site, "layers/3/mlp/up"."""
   quants: dict[str, set[Quant | None]] = {}
   for name, recipe in recipes.items():
     top, _, rest = name.partition("/")
@@ -41,7 +38,6 @@ def for_inference(params, sites, cfg: ModelConfig, dtype, keeps_values: bool = F
     params: parameters as they are stored, where the sites' layout has them; the result lies as
       Layout.served has it.
     sites: of all GEMMs; their delayed and static scales are read here and never change again.
-    dtype: compute dtype.
     keeps_values: see multiplied.as_multiplied.
 
   Returns:

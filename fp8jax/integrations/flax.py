@@ -51,7 +51,7 @@ def linen_dot_general(
 
   Args:
     recipe: a Recipe or the name of one.
-    matmul: "auto" or a backend of kernels.scaled_matmul.
+    matmul: "auto" or a backend of kernels.gemm.
   """
   return _maker(LinenDotGeneral, "linen_dot_general", "dot_general", _as_recipe(recipe), matmul)
 
@@ -173,7 +173,7 @@ class nnx_dot_general(nnx.Module):  # noqa: N801  called like the function that 
     """
     Args:
       recipe: a Recipe or the name of one.
-      matmul: "auto" or a backend of kernels.scaled_matmul.
+      matmul: "auto" or a backend of kernels.gemm.
       rngs: where the recipe rounds stochastically.
       name: of the layer, in error messages; "" is "dot" or "einsum".
     """

@@ -24,20 +24,13 @@ from fp8jax.step.state import State
 
 class TaskAccuracy:
   """The tasks of a run that are asked at its evaluations: where its policies decide by them, or its
-  job asks.
-
-  Attributes:
-    identity: {"eval.tasks": the tasks by content}, which a resumed run must have again.
+  job asks. A resumed run must have the same identity again, {"eval.tasks": the tasks by content}.
   """
 
   def __init__(
     self, spec: train_spec.TrainSpec, workdir: str, say: Callable[[str], None], asks: bool = False
   ):  # fmt: skip
     """
-    Args:
-      say: takes a line per task.
-      asks: whether the job asks eval.tasks.
-
     Raises:
       UserError, FileNotFoundError: a task cannot be read, or a metric names none of them.
     """

@@ -4,10 +4,7 @@ import os
 
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
-from fp8jax.run import (
-  calibration,
-  provenance,
-)
+from fp8jax.run import calibration, provenance
 from fp8jax.run.restore import load_or_init, output_folder
 from fp8jax.run.settings import Calibrate
 from fp8jax.step import train_spec, train_step

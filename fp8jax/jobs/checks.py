@@ -99,7 +99,7 @@ def _pass_problems(config: Any, job: str) -> list[str]:
     return []
   return [
     f"precision.invariant=True: --job={job} works on the layers of the plain forward pass; set "
-    " precision.invariant=False"
+    "precision.invariant=False"
   ]
 
 

@@ -91,11 +91,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def answer(argv: list[str]):
-  """Prints what --explain KEY or --help-config asks for, and exits; returns without one of them.
-
-  Args:
-    argv: the command line.
-  """
+  """Prints what --explain KEY or --help-config asks for, and exits; returns without one of them."""
   name = _value_of("explain", argv)
   if name is None and not {"--help-config", "--help_config"} & {*argv}:
     return

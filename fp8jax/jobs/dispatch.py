@@ -27,10 +27,8 @@ def run(
 
   Args:
     job: one of NAMES.
-    c: the configuration.
     base: configs/base.py's, for the printed difference.
     name: the config's file name and arm, for the default workdir.
-    workdir: or "".
     options: see table.Job.option.
   """
   logging.set_verbosity(logging.WARNING)  # Orbax narrates every file at INFO
@@ -52,7 +50,6 @@ def run_of_files(job: str, name: str, workdir: str, folders: list[str], baseline
     job: one of command_line.OF_FILES.
     name: the config's file name and arm, for the default workdir; "" without one.
     workdir: of the run to report on, or the folder of a comparison; or "".
-    folders: of the runs to compare.
     baseline: the arm that others are compared with.
   """
   workdir = os.path.expanduser(workdir) or (os.path.join("runs", _stem(name)) if name else "")
@@ -122,9 +119,7 @@ def call(
 
   Args:
     job: one of NAMES, but for those that read files alone.
-    c: the configuration.
     base: configs/base.py's.
-    workdir: of the run.
     options: see table.Job.option.
 
   Raises:

@@ -109,11 +109,8 @@ def _row(name: str, recipe: Recipe, device: Device) -> RecipeRow:
 
 
 def first_run(device: Device, untried: bool = False) -> FirstRun:
-  """The options of a first run on a device, and their reason.
-
-  Args:
-    untried: whether FP8 products are advised on a device that choose.caution warns of.
-  """
+  """The options of a first run on a device, and their reason; `untried` advises FP8 products on
+  one that choose.caution warns of, too."""
   if device.platform == "cpu":
     return FirstRun("block_128", {}, "any recipe, emulated: exact products, no speed")
   if (native := _native(device)) and (untried or choose.caution(device) is None):

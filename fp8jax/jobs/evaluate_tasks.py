@@ -37,7 +37,8 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
   tasks = catalog.load(spec.of(Tasks))
   generator, where = generator_lib.load(spec, workdir)
   ask = asker(spec, generator.tokenizer, any(task.chat for task in tasks))
-  settings, folder = _settings(spec, where), _folder(spec, workdir, where)
+  settings = _settings(spec, where)
+  folder = _folder(spec, workdir, settings)
   done = []
   for task in tasks:
     asked = {**settings, "chat": spec.of(Tasks).chat or task.chat}
@@ -123,15 +124,11 @@ def _digest(spec: train_spec.TrainSpec) -> str:
   return digest.hexdigest()[:16]
 
 
-def _folder(spec: train_spec.TrainSpec, workdir: str, where: dict[str, Any]) -> str:
+def _folder(spec: train_spec.TrainSpec, workdir: str, of: dict[str, Any]) -> str:
   """WORKDIR/evaluation/step_100, or .../hf_NAME; "_bf16" where that is the forward pass."""
-  label = f"step_{where['step']}" if "step" in where else f"hf_{store.slug(_name(spec.weights.hf))}"
+  label = f"step_{of['step']}" if "step" in of else f"hf_{store.slug(of['hf'])}"
   suffix = "" if spec.of(Generate).precision == _RECIPE else f"_{spec.of(Generate).precision}"
   return os.path.join(workdir, store.FOLDER, label + suffix)
-
-
-def _name(path: str) -> str:
-  return os.path.basename(os.path.normpath(path))
 
 
 def _summary(spec, settings, folder: str, done: list[run_lib.Evaluated]) -> dict[str, Any]:

@@ -11,12 +11,8 @@ from fp8jax.step.train_spec import TrainSpec
 def run(spec: TrainSpec, workdir: str, out: str = ""):
   """Writes a checkpoint, or the folder weights.hf, as a Hugging Face folder."""
   target = restore.output_folder(out, workdir, "hf")
-  never = {workdir: "the run's own folder", spec.init.hf: "the folder of init.hf",
-           spec.weights.hf: "the folder of weights.hf"}  # fmt: skip
-  versions = build.check_place(spec, target, never)
-  e = spec.of(Export)
-  wanted = divergence.Wanted(e.gate_tokens, e.gate_text, "export.gate_")
-  texts = divergence.batches(spec, wanted)
+  versions, e = build.check_place(spec, target, workdir), spec.of(Export)
+  texts = divergence.batches(spec, divergence.Wanted(e.gate_tokens, e.gate_text, "export.gate_"))
   if not spec.weights.hf:
     step, meta = restore.find(spec, workdir)
     if began := meta["config"].get("init.hf", ""):

@@ -19,7 +19,6 @@ def report(
 
   Args:
     taken: the bad step.
-    values: its metrics.
     state: with the parameters that met its batch: no update is applied once a state has halted.
   """
   spec, step, folder = now.spec, taken.step, os.path.join(workdir, "nonfinite")

@@ -121,9 +121,7 @@ def _encoded(records, generator, data) -> tuple[list[str], list[list[int]]]:
   """(what stands before each completion when it is shown, token ids)."""
   tokenizer: Tokenizer = generator.tokenizer
   is_chat = any("messages" in record for record in records)
-  template = None
-  if is_chat:
-    template = generator_lib.template_of(data, generator.tokenizer)
+  template = generator_lib.template_of(data, tokenizer) if is_chat else None
   texts, prompts = [], []
   for record in records:
     if template is not None and "messages" in record:

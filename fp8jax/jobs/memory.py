@@ -25,7 +25,6 @@ def run(
   """Bytes per device by kind and FP8 GEMMs, declared and found in the compiled step.
 
   Args:
-    spec: the run.
     devices: those to compile for, real or of a topology.
     topology: --topology, for the message; "" where the devices are here.
     workdir: gets memory.json for the run's report, where it exists.
@@ -40,8 +39,7 @@ def run(
     rows += beside
   out.print(memory.table(rows, summary))
   if of_rl := summary.get("rl"):
-    peaks = _peaks(summary["state_declared"], summary["peak"], of_rl)
-    of_rl["peaks"] = peaks
+    of_rl["peaks"] = peaks = _peaks(summary["state_declared"], summary["peak"], of_rl)
     texts = (f"{n / 2**30:.3f} GiB {moment}" for moment, n in peaks.items())
     out.print(f"peaks per device, the reference's parameters included: {', '.join(texts)}")
   proof = summary["fp8_gemms"]
@@ -60,10 +58,8 @@ def _of_rl(spec: train_spec.TrainSpec, devices, gpu: str) -> tuple[list[MemoryRo
   """(what --job=rl holds beside the state of training, its bytes by part).
 
   The reference's parameters are always there; a rollout's weights and cache while it draws; then
-  training's forward pass scores what was drawn. Each is compiled.
-
-  Args:
-    gpu: one of aot.CAPABILITY; "" for the devices at hand.
+  training's forward pass scores what was drawn. Each is compiled, for a GPU of aot.CAPABILITY or,
+  where that is "", for the devices at hand.
   """
   own, rows, held = spec.of(RL), [], _of_reference(spec)
   summary: dict[str, Any] = {"reference": held}
@@ -81,20 +77,13 @@ def _of_rl(spec: train_spec.TrainSpec, devices, gpu: str) -> tuple[list[MemoryRo
 
 
 def _peaks(state: int, of_step: int, of_rl: dict[str, Any]) -> dict[str, int]:
-  """{"in the step": bytes, ...} of the moments of a run that learns by reinforcement.
-
-  Args:
-    state: of training.
-    of_step: the step's peak.
-    of_rl: as `_of_rl` returns it.
-  """
+  """{"in the step": bytes, ...} of the moments of a run that learns by reinforcement, from the
+  state of training, the step's peak, and the summary of `_of_rl`."""
   peaks = {"in the step": of_step + of_rl["reference"]}
-  if rollout := of_rl.get("rollout"):
-    peaks["while it draws"] = (
-      state + of_rl["reference"] + rollout["arguments"] + rollout["temporaries"]
-    )
-  if scoring_ := of_rl.get("scoring"):
-    peaks["while it scores"] = state + of_rl["reference"] + scoring_["temporaries"]
+  for moment, part in (("while it draws", "rollout"), ("while it scores", "scoring")):
+    if own := of_rl.get(part):
+      beside = own.get("arguments", 0) + own["temporaries"]
+      peaks[moment] = state + of_rl["reference"] + beside
   return peaks
 
 

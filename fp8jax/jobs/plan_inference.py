@@ -36,7 +36,6 @@ def run(
     gpu: a GPU of compiled/aot.py.
     count: how many share the model.
     compiled_for: resolves the configuration for them, and gives devices to compile for.
-    workdir: unused.
   """
   del workdir
   out = console_lib.console(stderr=True)

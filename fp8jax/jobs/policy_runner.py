@@ -93,10 +93,8 @@ class PolicyRunner:
   def refreshed(self, state: State, place: Callable[[], Any], step: int, phase: int) -> State:
     """The state for the step after `step` steps, with the scales that are due made again.
 
-    A site whose amaxes in the batch are not finite is due before the next step, too.
-
-    Args:
-      place: makes the placed batch of that step.
+    A site whose amaxes in the batch, which `place` makes, are not finite is due before the next
+    step, too.
     """
     due, sites = decide.due(self.policies, step), self.spec.sites(phase=phase)
     stateful = [s for s, r in site_tree.recipes_of(sites).items() if r.is_stateful]
@@ -143,7 +141,6 @@ class PolicyRunner:
     After the last step, too: the run may be prolonged.
 
     Args:
-      step: steps taken.
       firing: (layer's site, statistic) of all alarms that ring.
     """
     if not self._has_alarms:
@@ -157,12 +154,7 @@ class PolicyRunner:
   def evaluated(
     self, step: int, values: Mapping[str, float], saved: checkpoint.Checkpoints
   ) -> decide.Undo | None:
-    """Decides after an evaluation, as `measured`; a roll-back, or None to go on.
-
-    Args:
-      step: steps taken.
-      values: of `metrics`.
-    """
+    """Decides after an evaluation by the values of `metrics`; a roll-back, or None to go on."""
     if not self.metrics:
       return None
     policy_state, events, back = decide.after_evaluation(
@@ -221,11 +213,8 @@ class PolicyRunner:
     return good[-1] if good and decide.may_undo(policy, self.policy_state) else None
 
   def roll_back(self, undo: decide.Undo, saved: dict[str, Any] | None):
-    """Takes the policies' state of the checkpoint, and what a roll-back keeps.
-
-    Args:
-      saved: "policy" of the checkpoint's meta; None of a checkpoint from before policies existed.
-    """
+    """Takes the policies' state of the checkpoint's meta, and what a roll-back keeps; it is None of
+    a checkpoint from before policies existed."""
     then = decide.PolicyState() if saved is None else decide.PolicyState.from_json(saved)
     self.set(decide.rolled_back(undo, self.policy_state, then))
 

@@ -27,7 +27,6 @@ def run(
   """Prints the first samples in the order of training.
 
   Args:
-    data: the sources.
     steps: optimizer steps of the run.
     windows: of a step, global_batch.
 

@@ -40,18 +40,13 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
       "folder as weights.hf with model.lora.rank=0"
     )
   target = restore.output_folder(out, workdir, "quantized")
-  never = {workdir: "the run's own folder", spec.init.hf: "the folder of init.hf",
-           spec.weights.hf: "the folder of weights.hf"}  # fmt: skip
-  versions = build.check_place(spec, target, never)
+  versions = build.check_place(spec, target, workdir)
   texts = divergence.batches(spec, divergence.Wanted(e.gate_tokens, e.gate_text, "export.gate_"))
   chosen = methods.in_order(map(methods.by_name, q.methods))
   products = [recipe.fwd for recipe in site_tree.recipes_of(spec.sites()).values()]
   windows = calibration_windows(spec) if apply.reads_text(chosen, products) else []
   loaded = restore.load_weights(spec, workdir, has_scales=False)
-  if spec.weights.hf:
-    source = build.of_folder(loaded)
-  else:
-    source = build.of_checkpoint(loaded, workdir)
+  source = build.of_folder(loaded) if spec.weights.hf else build.of_checkpoint(loaded, workdir)
   if source.stored and not e.requantize:
     raise UserError(
       f"{_where(loaded)} holds codes already ({_kinds(source)}): quantizing them again adds "

@@ -38,7 +38,6 @@ def compare(workdir: str, folders: list[str], baseline: str) -> str:
 
   Args:
     workdir: "" is runs/compare.
-    folders: of the runs.
     baseline: the arm that the others are compared with.
 
   Raises:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grain
@@ -86,11 +86,7 @@ class RLState(run_state.RunState):
     self, workdir: str, judge: rollout.Judge, reference, policies, table, batches: Questions,
     *args, **options,
   ):  # fmt: skip
-    """
-    Args:
-      judge: gives rewards.
-      reference: parameters of the reference, as a teacher's (step/distillation.py); None without.
-    """
+    """The reference's parameters are as a teacher's (step/distillation.py); None without."""
     super().__init__(policies, table, batches, *args, **options)
     self._questions: Any = batches
     self._own, self._folder = self.spec.of(RL), os.path.join(workdir, rollout.FOLDER)
@@ -226,14 +222,11 @@ class RLState(run_state.RunState):
       with records.replacing(f"{path}.npz") as part, open(part, "wb") as f:
         np.savez_compressed(f, **flat)
       self._forget(int(os.path.basename(path)))
-    with records.replacing(f"{path}.jsonl") as part, open(part, "w") as f:
-      f.writelines(records.to_json(rollout.as_row(group), None) + "\n" for group in groups)
+    _write(f"{path}.jsonl", map(rollout.as_row, groups))
     if self._own.objective.keeps_best:
       folder, name = os.path.join(self._workdir, rollout.KEPT), os.path.basename(path)
       records.make_folder(folder, "--workdir")
-      target = os.path.join(folder, f"{name}.jsonl")
-      with records.replacing(target) as part, open(part, "w") as f:
-        f.writelines(records.to_json(row, None) + "\n" for row in rollout.as_chats(groups))
+      _write(os.path.join(folder, f"{name}.jsonl"), rollout.as_chats(groups))
 
   def _forget(self, cycle: int):
     """Removes the arrays of rollouts before `cycle` within which no checkpoint lies; that of the
@@ -246,6 +239,10 @@ class RLState(run_state.RunState):
       number = re.fullmatch(r"(\d+)\.npz", name)
       if number and int(number[1]) < cycle - 1 and int(number[1]) not in within:
         os.remove(os.path.join(self._folder, name))
+
+
+def _write(path: str, rows: Iterable[Any]):
+  records.write_atomic(path, "".join(records.to_json(row, None) + "\n" for row in rows))
 
 
 class PairState(RLState):

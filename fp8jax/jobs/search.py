@@ -37,11 +37,7 @@ _KEY = "search"
 
 
 class SearchState(run_state.RunState):
-  """The state of a run that searches.
-
-  Attributes:
-    controller: its policy.
-  """
+  """The state of a run that searches."""
 
   def __init__(self, search: Search, policies, *args, **options):
     super().__init__(policies, *args, **options)

@@ -1,6 +1,7 @@
 """The loss that each linear layer loses by its recipe, and `precision.rules` for a budget of it."""
 
 import dataclasses
+import importlib
 import os
 import sys
 import time
@@ -84,13 +85,8 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
 def _pictures(folder: str, result: Mapping[str, Any]) -> list[str]:
   """Paths of the page and the pictures; none, and a line that says so, without the extra."""
   try:
-    return _draw(folder, result)
+    page = importlib.import_module("fp8jax.sensitivity.page")  # needs the extra `report`
+    return page.write(folder, result)
   except ModuleNotFoundError as e:
     print(f"no pictures: {missing_package(e)}; then the same command draws them", file=sys.stderr)
     return []
-
-
-def _draw(folder: str, result: Mapping[str, Any]) -> list[str]:
-  from fp8jax.sensitivity import page  # the extra `report`
-
-  return page.write(folder, result)

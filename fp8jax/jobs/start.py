@@ -63,15 +63,12 @@ def frozen(spec: train_spec.TrainSpec, folder: str, key: str):
   """(parameters beside those that train, as a teacher's (step/distillation.py), where they come
   from): a folder's, those that training starts from, or under adapters their base.
 
-  Args:
-    key: names the folder.
-
   Raises:
     UserError: the frozen base of init.workdir is not what training starts from.
     ConfigError: its checkpoint is of another model.
   """
   if distillation.is_base(spec, folder):
-    if spec.init.workdir and _has_adapters(source(spec.init.workdir), spec.init.step):
+    if spec.init.workdir and _config(source(spec.init.workdir), spec.init.step).get("model.lora"):
       raise UserError(
         f"{key}='' with init.workdir={spec.init.workdir!r}, whose adapters are trained: its frozen "
         f"base is not what training starts from; export that run and set {key} to the folder"
@@ -102,9 +99,9 @@ def stage(
   Raises:
     ConfigError: the checkpoint is of another model.
   """
-  begins_adapters = spec.model.lora is not None and not _has_adapters(other, spec.init.step)
-  there = restore.without_adapters(spec) if begins_adapters else spec
   began = _config(other, spec.init.step)
+  begins_adapters = spec.model.lora is not None and not began.get("model.lora")
+  there = restore.without_adapters(spec) if begins_adapters else spec
   if begins_head := spec.model.reward_head and not began.get("model.reward_head"):
     there = restore.with_logits(there, began["model.tie_embeddings"])
   try:
@@ -122,10 +119,6 @@ def stage(
     params, is_leaf=stored_params.is_stored,
   )  # fmt: skip
   return train_step.make_state(spec, params), meta["weights_dtype"]
-
-
-def _has_adapters(workdir: str, step: int) -> bool:
-  return bool(_config(workdir, step).get("model.lora"))
 
 
 def _config(workdir: str, step: int) -> dict[str, Any]:

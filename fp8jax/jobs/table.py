@@ -96,7 +96,6 @@ class Job:
 
   Attributes:
     run: of what `resolve` gives and the workdir; its result is printed, and notebooks get it.
-    needs: of the configuration.
     resolve: from the configuration to the values that `run` takes.
     option: of the command line and `dispatch.call`, e.g. "out", the folder or file that `run`
       writes; a job has one at most.

@@ -61,7 +61,6 @@ def run(
   """Trains to the configured step, or resumes and does so.
 
   Args:
-    spec: what to do.
     workdir: where checkpoints, metrics and provenance go.
     base: flat base configuration, to print what differs from it.
     disturb: a fault for drills of precision.policy: (state, host batch, number of the batch) ->

@@ -50,7 +50,6 @@ class Choice:
   """The backend that runs a problem.
 
   Attributes:
-    backend: its name.
     notes: "name: reason" of each backend that "auto" passed over on the way to it.
   """
 
@@ -175,7 +174,6 @@ def gemm(problem: GemmProblem, wanted: str = "auto") -> Choice:
   """The backend of a GEMM.
 
   Args:
-    problem: sizes, precision, hardware.
     wanted: "auto" or a key of gemm_api.BACKENDS.
 
   Raises:
@@ -248,7 +246,6 @@ def quantizer(x, quant: Quant, along: int, gemm_backend: str) -> Choice:
 
   Args:
     x: the matrix; may be abstract.
-    quant: its precision.
     along: the axis that the GEMM contracts, 0 or 1.
     gemm_backend: of the GEMM that reads it; those in gemm_api.WITH_QUANTIZER have a kernel.
   """
@@ -263,7 +260,6 @@ def adamw(gradient, master, mu, nu, device: Device, wanted: str = "auto") -> Cho
 
   Args:
     gradient, master, mu, nu: see kernels/adamw/api.py.
-    device: that moves the parameter.
     wanted: "auto" or a key of adamw_api.BACKENDS.
 
   Raises:

@@ -71,7 +71,7 @@ def hopper(
   """Multiplies with the Hopper quantizer and GEMM, and in float64 on the host.
 
   Args:
-    gemm: a product that kernels.scaled_matmul.mosaic_sm90 supports.
+    gemm: a product that kernels.gemm.mosaic_sm90 supports.
     shapes: M, N, K of a run; each one's tile configs are tried, and those of so few tiles that no
       program has a second one are tried themselves, over part of K: theirs is another program.
     sizes: M, N, K of what is multiplied, into BF16 and float32.
@@ -116,7 +116,7 @@ def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:
   """Quantizes a matrix with the Hopper quantizer, in both orientations from one reading.
 
   Args:
-    quant: of a product that kernels.scaled_matmul.mosaic_sm90 or xla_sm90 supports.
+    quant: of a product that kernels.gemm.mosaic_sm90 or xla_sm90 supports.
     sizes: rows, columns.
 
   Raises:

@@ -9,15 +9,7 @@ from fp8jax.kernels.attention.api import AttentionProblem
 from fp8jax.kernels.device import Device
 from fp8jax.models import unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.models.mixer import (
-  Aux,
-  GemmSite,
-  LayerContext,
-  Maker,
-  Mixer,
-  block_input,
-  block_output,
-)
+from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Maker, Mixer, block_input, block_output
 from fp8jax.ops import prologue, row_tiles
 from fp8jax.ops.attention import attention
 from fp8jax.ops.dots import dot, dots
@@ -84,9 +76,6 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
   """(x + attention(norm(x)), Aux with keys and values of these tokens as the cache stores them).
 
   Args:
-    p: parameters of this layer.
-    s: sites of this layer.
-    x_BLD: residual stream.
     context: positions and documents of the tokens. Its state is the layer's cache, with `attend`
       (generation/cache.py); without one, the tokens attend among themselves.
   """
@@ -141,7 +130,6 @@ def problem(
 
   Args:
     cfg, run: the model, and its layout and compute dtype.
-    device: hardware.
     sequences: of a batch over all devices.
     length: tokens of a sequence.
     is_isolated: whether a token sees its own document alone.

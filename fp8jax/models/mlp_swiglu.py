@@ -7,15 +7,7 @@ import jax.numpy as jnp
 
 from fp8jax.models import smooth_swiglu, unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.models.mixer import (
-  Aux,
-  GemmSite,
-  LayerContext,
-  Maker,
-  Mixer,
-  block_input,
-  block_output,
-)
+from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Maker, Mixer, block_input, block_output
 from fp8jax.ops import prologue, row_tiles
 from fp8jax.ops.dots import dot
 from fp8jax.ops.site import Activation

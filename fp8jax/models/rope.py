@@ -14,7 +14,7 @@ from fp8jax.models.config import ModelConfig, RopeScaling
 
 
 def cos_sin(positions_BL, cfg: ModelConfig):
-  """(cos_BLK, sin_BLK), float32, for the halves layout of ops.basic.rotate."""
+  """(cos_BLK, sin_BLK), float32, for the halves layout of ops.elementwise.rotate."""
   inverse_period, factor = frequencies(cfg, positions_BL.shape[-1])
   angle = positions_BL[..., None].astype(jnp.float32) * jnp.asarray(inverse_period, jnp.float32)
   angle = jnp.concatenate([angle, angle], axis=-1)

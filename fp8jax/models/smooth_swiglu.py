@@ -15,7 +15,7 @@ differentiation: the layer does not depend on it. Per channel it is taken over a
 microbatch, on all devices, so that tokens share it as they share the scale of a tensor.
 
 s is known only when all of up is: these forms write up a second time, divided by it, and the
-gradients of gate and up, which `gated` computes inside the quantizer.
+gradients of gate and up, which `swiglu_mlp` computes inside the quantizer.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ _MAX_EXPONENT = 253
 
 
 def per_channel(eqns, x, ws, sites, name: str, save: Quant | None = None):
-  """`gated` with one s per channel, folded into down's weight.
+  """`swiglu_mlp` with one s per channel, folded into down's weight.
 
-  Args and result are those of `gated`; gate and up end with the letter that down contracts, which
+  Args and result are those of `swiglu_mlp`; gate and up end with the letter that down contracts, which
   is the first of its weight. Of down's weight a delayed or static scale would know other s: its
   scale is current here, whatever the recipe says.
   """
@@ -52,7 +52,7 @@ def per_channel(eqns, x, ws, sites, name: str, save: Quant | None = None):
 
 
 def per_token(eqns, x, ws, sites, name: str, save: Quant | None = None):
-  """`gated` with one s per token, taken back after down. It cannot be folded into weights."""
+  """`swiglu_mlp` with one s per token, taken back after down. It cannot be folded into weights."""
   gate, up = _gate_up(eqns, x, ws, sites, name)
   s = _power_of_two(jnp.max(_magnitude(up), axis=-1, keepdims=True))
   h = prologue.silu_mul(gate, _times(up, 1 / s), save=save)

@@ -39,10 +39,7 @@ from fp8jax.ops.site import Activation
 from fp8jax.params import Param
 
 # By name, for ModelConfig.mixers.
-MIXERS: dict[str, Mixer] = {
-  "attention_gqa": attention_gqa.MIXER,
-  "mlp_swiglu": mlp_swiglu.MIXER,
-}
+MIXERS: dict[str, Mixer] = {"attention_gqa": attention_gqa.MIXER, "mlp_swiglu": mlp_swiglu.MIXER}
 
 
 def mixers(cfg: ModelConfig) -> tuple[Mixer, ...]:
@@ -188,7 +185,6 @@ def layer(x_BLD, of_layer, context: LayerContext, cfg: ModelConfig, run: Compute
 
   Args:
     of_layer: its (parameters, sites), perhaps with states of its mixers.
-    context: of the batch, see `layer_context`.
   """
   (p, s, *states), total = of_layer, Aux()
   if states:
@@ -353,7 +349,6 @@ def runs(sites, *stacks):
   """Of every run of layers that multiply alike: the slice of its layers, its sites, its stacks.
 
   Args:
-    sites: of the model.
     stacks: trees that are stacked over the layers; or tuples, with a stack for every run.
   """
 

@@ -24,7 +24,6 @@ def attention(
   Args:
     q_BLHK: queries; H is a multiple of G.
     k_BMGK: keys, one head per group of queries.
-    v_BMGK: values.
     segments_BL: int32 document number of each token, or None if documents may see each other. With
       "tokamax" the tokens of a document are neighbours.
     implementation: "xla"; "cudnn" (fused, NVIDIA GPU, 16-bit inputs), where a segment mask becomes

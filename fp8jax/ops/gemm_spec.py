@@ -265,8 +265,6 @@ def explicit(eqn: str, x_ndim: int, w_ndim: int) -> str:
 
   Args:
     eqn: e.g. "...D, DF -> ...F".
-    x_ndim: rank of x.
-    w_ndim: rank of w.
 
   Raises:
     ValueError: an ellipsis of w that names no batch dimensions, or an ellipsis of x or y alone.

@@ -44,7 +44,6 @@ def as_multiplied(w, site: Site, eqn: str, dtype, keeps_values: bool = False):
     w: as it is stored; or what this function made of it.
     site: not stacked.
     eqn: of the GEMM, "BLD,DF->BLF".
-    dtype: compute dtype.
     keeps_values: a StoredMatrix has float32 values, for a backend of gemm_api.WITH_VALUES.
   """
   if isinstance(w, StoredMatrix) and w.weight_shape is not None:

@@ -21,8 +21,6 @@ def swiglu_mlp(eqns, x, ws, sites, name: str, save: Quant | None = None):
   Args:
     eqns: of gate, up and down: ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD").
     x: activation or Prologue.
-    ws: weights of the three.
-    sites: of the three.
     name: checkpoint_name of the outputs of gate and up, for remat policies.
     save: compresses gate and up as residuals; None saves them as they are.
 

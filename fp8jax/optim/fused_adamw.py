@@ -49,7 +49,6 @@ def choose(
   Args:
     leaf: of one parameter.
     master, state: its master and the state of its transformation: shapes, dtypes and shardings.
-    device: that will move it.
     wanted: one of CHOICES.
     why_not: of `excluded`.
   """

@@ -79,9 +79,6 @@ def own_args(optim: OptimizerConfig, declaration, num_layers: int, gradient) -> 
   """{parameter: its own arguments}; {} where all parameters share theirs.
 
   A group's gradients are brought to its norm at most; parameters of no group are not clipped.
-
-  Args:
-    gradient: tree of all gradients.
   """
   if not (optim.clip_groups or optim.lr_multipliers or optim.base_width):
     return {}

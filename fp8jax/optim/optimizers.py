@@ -297,7 +297,6 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0, base: str = "bf16
   Norms and biases are float32 and without weight decay.
 
   Args:
-    seed: of the run.
     base: storage of frozen linear layers, a key of storage.FROZEN. Frozen embeddings and heads are
       BF16, frozen norms and biases float32.
   """

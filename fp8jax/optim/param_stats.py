@@ -72,11 +72,7 @@ def group_of(optim: OptimizerConfig, name: str) -> str:
 
 
 def problems(c: Any, optim: OptimizerConfig) -> list[str]:
-  """Settings that exclude log.param_stats, in words.
-
-  Args:
-    c: the whole configuration.
-  """
+  """Settings that exclude log.param_stats, in words."""
   level, texts = c.log.param_stats, []
   if level == "off" or level not in LEVELS:
     return []

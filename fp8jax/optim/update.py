@@ -118,7 +118,6 @@ def with_backends(leaves, params, device, wanted: str, why_not: str = ""):
 
   Args:
     params: shapes and shardings of the float32 parameters.
-    device: a kernels.device.Device.
     wanted: one of fused_adamw.CHOICES.
     why_not: of fused_adamw.excluded.
 

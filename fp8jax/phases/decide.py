@@ -189,7 +189,6 @@ def after_statistics(
   """The decisions after a snapshot of the tensor statistics.
 
   Args:
-    step: steps taken.
     firing: (layer's site, statistic) of all alarms that ring.
     own: {layer's site: recipe name} by the configuration, of the step that comes.
 
@@ -208,7 +207,6 @@ def after_evaluation(
   """The decisions after an evaluation.
 
   Args:
-    step: steps taken.
     values: {metric: loss in nats, or share of right answers}.
     own: {layer's site: recipe name} by the configuration, of the step that comes.
 

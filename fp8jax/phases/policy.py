@@ -119,11 +119,7 @@ class SwitchRecipe(Evaluated):
 
   def problems(self) -> list[str]:
     """The problems of these numbers, in words."""
-    texts = _window_problems(self)
-    for name, least in (("back_after", 0), ("most", 1)):
-      if getattr(self, name) < least:
-        texts.append(f"{name}={getattr(self, name)} must be at least {least}")
-    return texts
+    return _window_problems(self) + _too_small(self, back_after=0, most=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +143,7 @@ class RollBack(Evaluated):
   def problems(self) -> list[str]:
     """The problems of these numbers, in words."""
     texts = [] if 0 < self.z < math.inf else [f"z={self.z} must be positive and finite"]
-    for name, least in (("window", 2), ("skip", 1), ("most", 1)):
-      if getattr(self, name) < least:
-        texts.append(f"{name}={getattr(self, name)} must be at least {least}")
-    return texts
+    return texts + _too_small(self, window=2, skip=1, most=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,6 +282,11 @@ def is_accuracy(metric: str) -> bool:
 def asks_tasks(policies: tuple[Policy, ...]) -> bool:
   """Whether a policy decides by the answers to eval.tasks."""
   return any(is_accuracy(policy.metric) for policy in policies)
+
+
+def _too_small(policy: SwitchRecipe | RollBack, **least: int) -> list[str]:
+  values = {name: getattr(policy, name) for name in least}
+  return [f"{k}={v} must be at least {least[k]}" for k, v in values.items() if v < least[k]]
 
 
 def _window_problems(policy: WidenMargin | SwitchRecipe) -> list[str]:

@@ -56,11 +56,8 @@ def to_layer(
   own: OfLayer, moments: MomentsOf, products: Mapping[str, Gemm], chosen: Methods,
   model: ModelConfig,
 ) -> tuple[OfLayer, MomentsOf]:  # fmt: skip
-  """A layer with scales of channels folded, and the moments of its inputs then.
-
-  Args:
-    products: {"mlp/up": the forward product}.
-  """
+  """A layer with scales of channels folded, and the moments of its inputs then, by the forward
+  products {"mlp/up": its Gemm}."""
   own, moments = {key: dict(of) for key, of in own.items()}, dict(moments)
   for method in chosen:
     if not isinstance(method, methods.CHANNELS):
@@ -110,9 +107,6 @@ def to_matrices(
   """The codes of matrices [N, K] that read one input, each of its own rows.
 
   A scale of a whole tensor is that of all of them; so is the first level of two.
-
-  Args:
-    where: the sites, for messages.
 
   Raises:
     UserError: the moments have no Cholesky factor; names the sites.

@@ -56,8 +56,6 @@ def search(
 
   Args:
     ws: float32 [N, K] each.
-    moments: of the input.
-    quants: of every weight.
     grid: ratios that are tried, from 0 to below 1; of equal losses the smaller one wins.
     mean_K: in the place of mean |x|, where channels must have equal scales (fold.pooled).
   """
@@ -85,7 +83,6 @@ def clipped(w_NK, moments: Moments, quant: Quant, grid: int = 20):
 
   Args:
     w_NK: float32.
-    moments: of its input.
     quant: of the weight; with two levels the tensor's amax shrinks with those of the tiles.
     grid: steps of the whole amax.
   """

@@ -16,8 +16,6 @@ def corrected(bias_N, w_NK, made_NK, moments: Moments, site: str):
   Args:
     bias_N: float32, the layer's, or None.
     w_NK, made_NK: float32, its weight and what the codes stand for.
-    moments: of its inputs.
-    site: its name, for the message.
 
   Raises:
     UserError: the layer has no bias.

@@ -60,7 +60,6 @@ def quantize(
 
   Args:
     w_NK: float32, the weight.
-    moments: of the layer's inputs.
     quant: any for which `problem` is "".
     damp: added to the diagonal, as a share of its mean.
     block: columns of a chunk, rounded to whole tiles.

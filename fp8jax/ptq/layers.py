@@ -34,11 +34,8 @@ MomentsOf = dict[str, dict[str, Moments]]
 
 
 class Layers:
-  """A model that text passes through layer by layer, on one device.
-
-  Attributes:
-    place: number of the layer that `moments` and `advance` compute.
-  """
+  """A model that text passes through layer by layer, on one device; `place` is the number of the
+  layer that `moments` and `advance` compute."""
 
   def __init__(self, spec: TrainSpec, params, windows: Sequence[np.ndarray]):
     """
@@ -61,11 +58,7 @@ class Layers:
     self._x = [embed(top, sites, batch) for batch in self._batches]
 
   def moments(self, of_layer) -> MomentsOf:
-    """The moments of every input of the layer's GEMMs, over the whole text.
-
-    Args:
-      of_layer: the layer's parameters, float32.
-    """
+    """The moments of every input of the GEMMs of a layer, float32, over the whole text."""
     total = None
     for x_BLD, batch in zip(self._x, self._batches, strict=True):
       one = self._moments(of_layer, self._own_sites(), x_BLD, batch)
@@ -73,11 +66,7 @@ class Layers:
     return total or {}
 
   def advance(self, of_layer):
-    """Passes the text through the layer.
-
-    Args:
-      of_layer: its parameters, of which the linear layers' are as they were quantized.
-    """
+    """Passes the text through the layer, whose linear layers are as they were quantized."""
     for n, batch in enumerate(self._batches):
       self._x[n] = self._advance(of_layer, self._own_sites(), self._x[n], batch)
     self.place += 1

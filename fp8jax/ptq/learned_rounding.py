@@ -40,7 +40,6 @@ def learn(w_NK, moments: Moments, quant: Quant, steps: int = 200) -> tuple[Scale
 
   Args:
     w_NK: float32, the weight.
-    moments: of its inputs.
     quant: any for which `problem` is "".
     steps: of the optimizer, from 1 to 10,000.
 

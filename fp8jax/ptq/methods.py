@@ -46,11 +46,7 @@ class Equalize:
 
 @dataclasses.dataclass(frozen=True)
 class SmoothQuant:
-  """The activations' outliers go into the weights (smooth.scales).
-
-  Attributes:
-    alpha: share of the activations' range that goes there.
-  """
+  """A share alpha of the activations' range goes into the weights (smooth.scales)."""
 
   alpha: float = 0.5
 
@@ -85,11 +81,7 @@ class Gptq:
 
 @dataclasses.dataclass(frozen=True)
 class LearnedRounding:
-  """Codes up or down by sign gradient descent (learned_rounding.learn).
-
-  Attributes:
-    steps: of the optimizer.
-  """
+  """Codes up or down by sign gradient descent (learned_rounding.learn)."""
 
   steps: int = 200
 

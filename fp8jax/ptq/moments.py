@@ -52,9 +52,6 @@ class Moments:
   def check(self, site: str):
     """Refuses moments of no token, or of activations that are not finite.
 
-    Args:
-      site: the layer's name, for the message.
-
     Raises:
       UserError: with the reason.
     """

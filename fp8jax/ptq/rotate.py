@@ -97,9 +97,7 @@ def rotated(
 
   Args:
     params: float arrays, see transformer.params; layers are stacked in front.
-    r1: rotates the residual stream.
     r2: rotates the values of every head, by signs of its own.
-    seed: of the signs.
 
   Returns:
     (parameters, float32 on the host where they changed, and their config).

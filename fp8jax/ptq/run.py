@@ -105,15 +105,7 @@ def quantize(
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-  """A layer that is done.
-
-  Attributes:
-    params: {mixer: {name: float32}}, folded and corrected.
-    codes: {"mlp/up": ScaledMatrix}.
-    inputs: {"mlp/up": largest magnitude of its inputs}.
-    rows: {"mlp/up": numbers}.
-    tensor_scales: {"mlp/up": factor of all its scales, or None}.
-  """
+  """A layer that is done, as Quantized, by paths in the layer: "mlp/up"."""
 
   params: dict[str, dict[str, Any]]
   codes: dict[str, ScaledMatrix]
@@ -128,10 +120,8 @@ def _layer(
 ) -> _Layer:  # fmt: skip
   """A layer's matrices, those that read one input and are quantized alike as one.
 
-  Servers multiply these as one and read them under one scale, where a tensor has one.
-
-  Args:
-    text: None: nothing is calibrated.
+  Servers multiply these as one and read them under one scale, where a tensor has one. Nothing is
+  calibrated without a text.
   """
   moments = text.moments(own) if text else {}
   _check(moments, layer)

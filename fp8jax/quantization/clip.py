@@ -37,7 +37,6 @@ def amax(tiles, largest, clip: Clip, shape: tuple[int, int], shared: Axes):
   Args:
     largest: float32 [tiles, tiles], the largest magnitudes.
     clip: any rule; those that search (LeastError) or clamp first keep the largest.
-    shape: of the matrix.
     shared: mesh axes that a tile extends over, inside `shard_map`.
   """
   if isinstance(clip, Largest):

@@ -32,7 +32,6 @@ def percentile(counts: np.ndarray, percent: float, amax: float) -> float:
   Args:
     counts: float [BINS], of tensor_stats.
     percent: 0 to 100.
-    amax: the largest magnitude.
   """
   total = np.cumsum(np.asarray(counts, np.float64))
   index = int(np.searchsorted(total, percent / 100 * total[-1]))
@@ -47,7 +46,6 @@ def least_error(counts: np.ndarray, quant: Quant, amax: float) -> float:
   Args:
     counts: float [BINS], of tensor_stats.
     quant: format and kind of scale.
-    amax: the largest magnitude.
   """
   counts = np.asarray(counts, np.float64)
   used = np.flatnonzero(counts)
@@ -65,12 +63,7 @@ def least_error(counts: np.ndarray, quant: Quant, amax: float) -> float:
 
 
 def amax_of(method: str, percent: float, counts: np.ndarray, quant: Quant, amax: float) -> float:
-  """The amax that a calibration method chooses; that of a tensor of zeros is 0.
-
-  Args:
-    method: of METHODS.
-    percent: of "percentile".
-  """
+  """The amax that a calibration method chooses; that of a tensor of zeros is 0."""
   if method == "amax" or not amax > 0 or not np.isfinite(amax):
     return amax
   if method == "mse":

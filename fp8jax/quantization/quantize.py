@@ -65,7 +65,7 @@ def amax_to_scale(amax, format: Format, kind: Scale, margin: int = 0):
   Args:
     amax: float32, any shape, in the tensor's own units; may be 0, inf or NaN (gives 1).
     format: that the tile will be stored in.
-    kind: any with one scale per tile: not ONE, NONE, nor E4M3_OVER_F32 (`two_level_scale`).
+    kind: any with one scale per tile: not ONE, NONE, nor E4M3_OVER_F32 (`two_levels`).
     margin: the scale is 2^margin times as large, which leaves as much unused above amax; GAUDI2's
       is that of an amax so much larger.
   """
@@ -141,12 +141,6 @@ def two_levels(amax, tensor_amax, format: Format, top: float = E4M3.max):
   s8 = rounding.nearest(amax * (encode * _inverse(format)), E4M3)
   s8 = jnp.maximum(s8, np.float32(E4M3.smallest))
   return jnp.where((amax >= _MIN_SCALE) & (amax < jnp.inf), s8, 1.0), decode
-
-
-def two_level_scale(amax, tensor_amax, format: Format):
-  """The product of `two_levels`: float32 scales like amax (NVFP4)."""
-  s8, decode = two_levels(amax, tensor_amax, format)
-  return s8 * decode
 
 
 def cast(x, format: Format, how: Rounding = Rounding.NEAREST, axes=None):

@@ -51,7 +51,6 @@ class QuantizedTensor:
       DynamicRangeExpansion it is the group's amax, and value = scale * (|data| / format.max)^(1/k)
       with data's sign.
     power: uint8 like scale, 16 k, with DynamicRangeExpansion; else None.
-    quant: how it was quantized.
   """
 
   data: jax.Array

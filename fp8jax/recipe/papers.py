@@ -24,15 +24,7 @@ from fp8jax.formats import (
   Format,
 )  # fmt: skip
 from fp8jax.recipe import library
-from fp8jax.recipe.gemm import (
-  Accumulation,
-  Backward,
-  Differentiable,
-  Gain,
-  Gemm,
-  Recipe,
-  TrustMask,
-)
+from fp8jax.recipe.gemm import Accumulation, Backward, Differentiable, Gain, Gemm, Recipe, TrustMask
 from fp8jax.recipe.quant import (
   WHOLE,
   Clamp,
@@ -97,22 +89,12 @@ MXFP4 = Recipe("mxfp4", _MX_GEMM, _MX_GEMM, _MX_GEMM)
 # the nearest (its first versions and its code's main branch round stochastically), after fresh
 # signs, from what the forward pass multiplied; masks in rotated space.
 _QUEST = Quant(
-  E2M1,
-  (1, 32),
-  Scale.EVEN,
-  clip=Rms(2.92247856, is_centred=True),
-  transform=Hadamard(32, "none"),
+  E2M1, (1, 32), Scale.EVEN, clip=Rms(2.92247856, is_centred=True), transform=Hadamard(32, "none")
 )
 _QUARTET_BACK = Quant(E2M1, (1, 32), Scale.FLOOR_4_3, transform=Hadamard(32, "fresh"))
 _BACK = Gemm(_QUARTET_BACK, _QUARTET_BACK, 32)
 QUARTET = Recipe(
-  "quartet",
-  Gemm(_QUEST, _QUEST, 32),
-  _BACK,
-  _BACK,
-  Backward.DEQUANTIZED,
-  TrustMask(),
-  TrustMask(),
+  "quartet", Gemm(_QUEST, _QUEST, 32), _BACK, _BACK, Backward.DEQUANTIZED, TrustMask(), TrustMask()
 )
 
 # --- NVFP4 pre-training (arXiv:2509.25149) and after ---------------------------------------------
@@ -123,12 +105,7 @@ _SR, _ROTATED = _FULL.dgrad.lhs, _FULL.wgrad.lhs
 
 
 _NVFP4_PARTS = (
-  _named(
-    _FULL,
-    "nvfp4_rht",
-    dgrad=_PLAIN.dgrad,
-    wgrad=Gemm(_ROTATED, _ROTATED, 16),
-  ),
+  _named(_FULL, "nvfp4_rht", dgrad=_PLAIN.dgrad, wgrad=Gemm(_ROTATED, _ROTATED, 16)),
   _named(_FULL, "nvfp4_sr", wgrad=Gemm(_PLAIN.fwd.lhs, _SR, 16)),
   _named(
     _FULL,
@@ -153,11 +130,7 @@ NVFP4_46 = _named(_FULL.map_quants(lambda q, _: _four_or_six(q)), "nvfp4_4or6")
 # (the paper: 128), which small models have; elements to the nearest and scales without bias
 # (MS-EDEN), against stochastic elements with room for 17/16.
 _EDEN = Quant(
-  E2M1,
-  (1, 16),
-  Scale.E4M3_OVER_F32,
-  rounding=Rounding.EDEN,
-  transform=Hadamard(64, "fresh"),
+  E2M1, (1, 16), Scale.E4M3_OVER_F32, rounding=Rounding.EDEN, transform=Hadamard(64, "fresh")
 )
 _ROOM = dataclasses.replace(_EDEN, rounding=Rounding.STOCHASTIC, clip=Largest(17 / 16))
 _QUARTET_II = tuple(

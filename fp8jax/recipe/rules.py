@@ -95,11 +95,6 @@ def unquantized(name: str) -> str:
 def with_wider_margin(name: str, by: int, most: int) -> str | None:
   """The name of a recipe with a margin wider by so many powers of two.
 
-  Args:
-    name: of a recipe.
-    by: how much wider.
-    most: the widest margin.
-
   Returns:
     None where there is none: all scales are current, or the margin is the widest already.
   """

@@ -53,11 +53,7 @@ def unchecked():
 
 
 def spec(chart: Any, checked: bool = True) -> dict[str, Any]:
-  """The Vega-Lite specification of a chart.
-
-  Args:
-    checked: compare it with Vega-Lite's schema.
-  """
+  """The specification of a chart, which is compared with Vega-Lite's schema where `checked`."""
   with alt.data_transformers.enable(consolidate_datasets=False):
     return chart.to_dict(validate=checked)
 

@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 
 from fp8jax.report import charts, thin
-from fp8jax.report.compare import Comparison, Member
+from fp8jax.report.compare import Comparison, Member, smoothed
 from fp8jax.statistics import BAR
 
 _WIDTH, _HEIGHT = 520, 260
@@ -133,8 +133,6 @@ def rates(c: Comparison) -> Any | None:
 
 def losses(c: Comparison) -> Any:
   """Smoothed training loss of every run over tokens."""
-  from fp8jax.report.compare import smoothed
-
   points = []
   for m in c.members:
     steps, means = smoothed(m.run)

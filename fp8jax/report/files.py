@@ -119,10 +119,8 @@ class RunFiles:
     refreshes: of delayed and static scales by a policy.
     resolved, changed: flat configuration, and its difference from base.
     sites: rows of sites.json, see start.all_site_rows.
-    memory: what --job=memory found, or None.
     nonfinite: the report of a failure, or None.
     summary: of a finished run, or None.
-    sensitivity: what --job=sensitivity found, or None.
     noise_floor: of --job=noise, or None.
   """
 

@@ -43,7 +43,6 @@ class Section:
   """A part of a page.
 
   Attributes:
-    title: its heading.
     note: a sentence under it, plain text.
     charts: Vega-Lite specifications by their ids in the page.
     tables: (column names, rows) of plain text.
@@ -58,11 +57,7 @@ class Section:
 
 
 def render(title: str, sections: Sequence[Section], program: str) -> str:
-  """The page.
-
-  Args:
-    program: JavaScript that defines vegaEmbed, see `vega`.
-  """
+  """The page; its program is JavaScript that defines vegaEmbed, see `vega`."""
   specs = {key: spec for s in sections for key, spec in s.charts.items()}
   # "</" ends a script element, and "<!--<script>" makes one of several.
   data = json.dumps(specs, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

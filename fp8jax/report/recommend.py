@@ -65,11 +65,8 @@ def octaves_of(format: Format) -> int:
 
 
 def recommendations(snapshots: Snapshots, exponents: Mapping[int, Mapping[str, Any]]):
-  """Recommendations for every tensor of every GEMM's site, in the order of the snapshots' cells.
-
-  Args:
-    exponents: see files.RunFiles.
-  """
+  """Recommendations for every tensor of every GEMM's site, in the order of the snapshots' cells; of
+  exponents see files.RunFiles."""
   weights = {(c.site, c.layer) for c in snapshots.cells if c.tensor == "w"}  # a GEMM has one
   rows = []
   for j, cell in enumerate(snapshots.cells):

@@ -154,9 +154,7 @@ class Pairs(reading.Reopened):
   """The pairs of JSON lines, by number; a random-access source for grain, 8 bytes per line."""
 
   def __init__(self, path: str, encoder: Encoder):
-    """
-    Args:
-      path: of a file, or a glob.
+    """Of a file, or a glob.
 
     Raises:
       UserError, FileNotFoundError: there is no such file.

@@ -23,16 +23,10 @@ def of_verifiers(answers: Sequence[Answer]) -> list[float]:
 
 class OfFunction:
   """The rewards of a user's function of an evaluation.tasks.Item and the output that follows the
-  thoughts.
-
-  Attributes:
-    fingerprint: of the file that has it; a run that goes on must have the same one.
-  """
+  thoughts; the fingerprint is of its file, and a run that goes on must have the same one."""
 
   def __init__(self, name: str):
-    """
-    Args:
-      name: see FORM.
+    """Of a name as FORM says.
 
     Raises:
       UserError: there is no such function.

@@ -66,11 +66,7 @@ def problems(folder: str, spec: TrainSpec) -> list[str]:
 
 
 class RewardModel:
-  """Scores completions, in the compute dtype and on the devices of a run.
-
-  Attributes:
-    fingerprint: of its parameters.
-  """
+  """Scores completions, in the compute dtype and on the devices of a run."""
 
   def __init__(self, folder: str, spec: TrainSpec):
     """

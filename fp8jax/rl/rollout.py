@@ -24,12 +24,7 @@ _OF_POLICY = ("advantages", "old", "rollout", "reference")
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-  """A prompt that is rewarded for its completions.
-
-  Attributes:
-    task, item: what judges them.
-    prompt: token ids.
-  """
+  """A prompt, token ids, whose completions an item of a task judges."""
 
   task: Task
   item: Item
@@ -43,11 +38,8 @@ Judge = Callable[[Sequence[Answer]], Sequence[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The completions of a question and their rewards.
-
-  Attributes:
-    is_equal: whether all were judged alike, before the penalty of their lengths.
-  """
+  """The completions of a question, their rewards, and whether all were judged alike, before the
+  penalty of their lengths."""
 
   question: Question
   completions: tuple[Completion, ...]

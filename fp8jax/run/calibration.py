@@ -35,8 +35,6 @@ def run(spec: TrainSpec, params, batches, *, step: int, fingerprint: str) -> dic
 
   Args:
     batches: placed batches; ranges are those of all of them together.
-    step: of the weights.
-    fingerprint: of the data.
   """
   has_counts = spec.of(Calibrate).method != "amax"
   width = tensor_stats.COUNTED if has_counts else tensor_stats.LOUD

@@ -103,8 +103,6 @@ class Checkpoints:
     """Starts writing; returns once the state may be donated again.
 
     Args:
-      step: steps taken.
-      state: what to save.
       iterator: grain iterator, positioned after the batch of `step`.
       meta: JSON-able description of the run.
     """

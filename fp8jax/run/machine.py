@@ -81,7 +81,6 @@ def check_platform(
     platform: JAX's default backend.
     wanted: the value of JAX_PLATFORMS, None or "" where nothing was asked for.
     jax_version: what to install with CUDA.
-    find_driver: see driver_version.
 
   Raises:
     UserError: with the command that installs the CUDA wheels.

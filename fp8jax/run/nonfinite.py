@@ -29,7 +29,6 @@ def stats_of_steps(
 
   Args:
     batches: each [B, L], or [A, B, L] when accumulating; one program serves all.
-    phase: of the precision schedule.
     statistics: tensor_stats.LOUD, or COUNTED to count magnitudes too.
     teacher: of step/distillation.py.
 

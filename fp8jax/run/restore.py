@@ -97,7 +97,6 @@ class Loaded:
   Attributes:
     spec: the job's, with the recipes that policies gave until the checkpoint.
     params: parameters as they are stored.
-    phase: of the precision schedule.
     states: of delayed and static scales; {} where nothing is known of them.
     where: {"workdir": ..., "step": ...} or {"hf": folder}, for a report.
     meta: of the checkpoint; {} of a folder.

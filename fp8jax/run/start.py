@@ -119,7 +119,6 @@ def device_line(spec: TrainSpec, devices: Sequence[Any] | None = None) -> str:
   """Which devices of the machine the run computes on, and what they multiply FP8 with.
 
   Args:
-    spec: the run.
     devices: the machine's; default: all that JAX has.
   """
   devices = jax.devices() if devices is None else devices
@@ -255,8 +254,6 @@ def describe(
   Args:
     start: the step that it goes on from.
     changes: identity.diff of its configuration and configs/base.py's.
-    fingerprint: of the data.
-    site_rows: `all_site_rows`.
     more: for provenance.json.
   """
   flat, changed = dict(spec.flat), {k: new for k, (_, new) in changes.items()}

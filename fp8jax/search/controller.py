@@ -79,7 +79,6 @@ class Controller:
 
   Attributes:
     logits: float32.
-    opt: of Adam.
     baseline: float32 scalar, moving mean of rewards; NaN before the first.
   """
 
@@ -108,7 +107,6 @@ def update(rules: Rules, controller: Controller, step, choice, quality, cost):
 
   Args:
     step: steps taken before.
-    choice: of `sample`.
     quality: higher is better; minus a loss.
     cost: of the sampled formats, as a share of the target.
   """

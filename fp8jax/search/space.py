@@ -17,8 +17,6 @@ class Space:
   """A search space.
 
   Attributes:
-    options: recipes.
-    decisions: names.
     decision_of: {site of a layer: number of its decision}.
     costs: float64, BOPs as shares of all the sites in BF16.
   """
@@ -53,7 +51,6 @@ def make(macs: Mapping[str, float], options: Sequence[Recipe], decisions: str = 
 
   Args:
     macs: {site of a layer: multiplications of its forward product}.
-    options: recipes.
     decisions: "layer", "block" or "single", see Search.decisions.
   """
 

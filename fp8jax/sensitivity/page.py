@@ -12,8 +12,7 @@ from fp8jax.report.files import RunFiles
 from fp8jax.report.page import Section
 from fp8jax.run import palette
 
-_CELL = 13  # pixels
-_WIDTH = 420
+_WIDTH = 420  # pixels
 Result = Mapping[str, Any]
 
 
@@ -59,9 +58,7 @@ def _interval(values) -> str:
 
 def _specs(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   with charts.unchecked():
-    return {
-      k: charts.spec(charts.themed(c), checked=False) for k, c in named.items() if c is not None
-    }
+    return charts.specs(**named)
 
 
 def write(folder: str, result: Mapping[str, Any]) -> list[str]:
@@ -115,7 +112,7 @@ def heat_map(result: Result) -> alt.Chart:
                alt.Tooltip("loss:Q", format="+.4f")],
     )
     .properties(
-      width=max(_CELL * len(columns), 120), height=_CELL * len(labels),
+      width=charts.column_width(columns), height=charts.CELL * len(labels),
       title="estimated KL from BF16, nats per token, one tensor of one site quantized",
     )
   )  # fmt: skip
@@ -134,11 +131,7 @@ def groups(result: Result, group: str) -> Any | None:
 
 
 def arms(budget: Mapping[str, Any], of: str = "loss_percent") -> Any:
-  """The chosen rules and others, on the half that rules were not chosen on.
-
-  Args:
-    of: "loss_percent" or "kl".
-  """
+  """ "loss_percent" or "kl" of the chosen rules and others, on the half they were not chosen on."""
   rows = budget["arms"]
   names = [f"{a['arm']} ({100 * a['bf16_flops']:.0f} % BF16)" for a in rows]
   values, kls = ([a["report"][key] for a in rows] for key in (of, "kl"))

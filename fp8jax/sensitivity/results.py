@@ -18,11 +18,8 @@ from fp8jax.sensitivity.study import CHOOSE, HALVES, ON, REPORT, Measured, Quant
 
 
 def measure(study: Study, s: Sensitivity, phase: int) -> dict[str, Any]:
-  """Everything that the section asks for, measured unless it has been.
-
-  Args:
-    phase: of the precision schedule, whose rules are the beginning of chosen ones.
-  """
+  """Everything that the section asks for, measured unless it has been; chosen rules begin with
+  those of the phase."""
   names = [place.name for place in study.places]
   together = {half: study.measure("all sites", dict.fromkeys(names, ON), half) for half in HALVES}
   estimates = study.estimate()

@@ -30,7 +30,6 @@ def with_recipes(
     rules: as precision.rules has them.
     names: of all sites, one per layer.
     recipe_of: {one of them: name of its recipe}.
-    layers: of the model.
   """
   new = []
   for recipe in dict.fromkeys(recipe_of.values()):

@@ -58,7 +58,6 @@ class QuantizedSite:
     kind: "mlp/up", or "head".
     layer: its number, or None for the head.
     flops: of the forward GEMM, per token.
-    recipe: name of its recipe.
   """
 
   name: str

@@ -83,7 +83,6 @@ def taught(spec, params, batch, teacher):
 
   Args:
     params: the student's, as the state has them.
-    teacher: see the top.
   """
   if teacher is None:
     return batch

@@ -57,7 +57,6 @@ def take(spec, state, sites, batch, rate, by_param=False, teacher=None) -> updat
   Args:
     spec, state, teacher: TrainSpec, State, and of distillation.py.
     sites, batch: as the model takes them.
-    rate: learning rate.
     by_param: whether `values` have "param_stats", of param_stats.observed.
   """
   batch = distillation.taught(spec, state.params, batch, teacher)

@@ -13,7 +13,6 @@ def of_aux(aux: Aux, tokens, num_layers: int):
   Args:
     aux: sums over the tokens of a step, see models/mixer.py.
     tokens: their weights added up.
-    num_layers: of the model.
   """
   losses = {f"aux/{name}": value / tokens for name, value in aux.losses.items()}
   statistics = {

@@ -26,12 +26,9 @@ class TrainSpec:
   """A run, resolved: what launch jobs work from.
 
   Attributes:
-    model: architecture.
     declaration: tree of Param.
     run: how the model executes, layout included.
     precision: recipes, phase by phase.
-    optim: optimizer numbers.
-    data: what is read.
     device: hardware that backends are chosen for.
     microbatch: sequences per microbatch over all devices.
     global_batch: sequences per optimizer step over all devices.
@@ -97,7 +94,6 @@ class TrainSpec:
     Args:
       recipe: all sites in this named recipe; None takes the config's rules. In "bf16" a site keeps
         its gains, which are a part of the model.
-      phase: whose rules.
       statistics: tensor_stats.QUIET, or LOUD to watch everything, activations too.
     """
     rules = self.precision.phases[phase].rules

@@ -261,7 +261,6 @@ def take_step(spec: train_spec.TrainSpec, state: State, batch, sites, rate, key,
   """(state, metrics) after one step, see make_step.
 
   Args:
-    rate: learning rate.
     key: random key of the run, of which every step and site has one of its own.
     teacher: of distillation.py.
   """
@@ -314,7 +313,6 @@ def after_backward(
 
   Args:
     sites, batch: as the model takes them.
-    rate: learning rate.
     by_param: whether `values` have "param_stats", of param_stats.observed.
     teacher: of distillation.py.
   """

@@ -40,7 +40,6 @@ def run(
   """Runs the sweep in a file; returns the exit code.
 
   Args:
-    path: the sweep's file.
     root: the folder of launch.py.
     folder: of its trials, an absolute path.
     parallel: trials at a time; 0: one per GPU or core, all of those for a scheduler.
@@ -119,7 +118,7 @@ def drain(
   start: Callable[..., Handle],
   out: rich.console.Console,
 ) -> tuple[table.Results, int | None]:
-  """Every trial of a spec, in so many places at a time; the exit code of an interruption."""
+  """Every trial of a sweep, in so many places at a time; the exit code of an interruption."""
   results, running, asked = [], [], []
   before = {n: signal.signal(n, lambda n, _: asked.append(n)) for n in _SIGNALS}
 

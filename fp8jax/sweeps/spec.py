@@ -201,7 +201,6 @@ class Trial:
   Attributes:
     config: "FILE" or "FILE:ARM".
     changes: {config key: value} beside it.
-    workdir: where it lives.
     arm, point, seed: its place in the sweep.
   """
 
@@ -223,7 +222,6 @@ class Sweep:
   """Runs of one configuration that differ along axes.
 
   Attributes:
-    config: file.
     axes: the sweep visits the product of their points.
     arms: arms of the file, e.g. recipes; "" is the file without one.
     seeds: each point runs with each.
@@ -316,7 +314,6 @@ def load(path: str, here: int | None = 1, device: choose.Device | None = None) -
   """The SWEEP of a file, whose trials can start.
 
   Args:
-    path: of the file.
     here: devices of a trial on this machine; None where trials run on others.
     device: what they are; None: that of this process.
 

@@ -43,7 +43,7 @@ def test_formats_limits():
   assert [f for f in formats.FORMATS.values() if f in table] == list(table)
   for f, want in table.items():
     assert formats.FORMATS[f.name] is f
-    got = (f.max, f.smallest_normal, f.smallest, f.bits, f.mantissa_bits, f.max_exponent)
+    got = (f.max, 2.0**f.min_exponent, f.smallest, f.bits, f.mantissa_bits, f.max_exponent)
     assert (*got, f.min_exponent, f.has_inf, f.has_nan, f.is_low_bit) == want, f
     with np.errstate(all="ignore"):
       codes = np.arange(2 ** min(f.bits, 16), dtype=np.uint16)

@@ -62,7 +62,7 @@ def test_only_a_dtype_with_these_very_numbers_casts_natively():
 
 
 def test_numbers_of_an_integer_grid_are_those_of_its_bits():
-  got = (INT8.max, INT8.smallest, INT8.smallest_normal, INT8.max_exponent, INT8.bits)
+  got = (INT8.max, INT8.smallest, 2.0**INT8.min_exponent, INT8.max_exponent, INT8.bits)
   assert got == (127.0, 1.0, 64.0, 6, 8) and INT8.is_low_bit
   assert (INT4.max, INT4.smallest, INT4.bits) == (7.0, 1.0, 4)
 

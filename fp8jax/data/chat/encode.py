@@ -184,7 +184,6 @@ def _served(opening: str, message: Mapping[str, Any], body: str) -> str | None:
 
   Args:
     opening: the end of the prompt that the rendered turn lacks ("<think>\\n").
-    message: the assistant's.
     body: its text as the template renders it, without thoughts and with the end of turn.
 
   Returns:

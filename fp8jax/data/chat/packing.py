@@ -59,7 +59,6 @@ class Steps:
   """Step k of training; a random-access source for grain.
 
   Args:
-    samples: what is trained on.
     length: positions of a window.
     per_step, windows: samples and windows of a step, over all processes.
     seed: text that the permutations are derived from.

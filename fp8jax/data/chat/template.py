@@ -56,7 +56,6 @@ class ChatTemplate:
     Args:
       folder: with tokenizer_config.json, or a file in it, or an id of the Hugging Face hub.
       template: a .jinja file instead of the folder's own.
-      date: see the class.
 
     Raises:
       UserError, FileNotFoundError: there is no template, or it is no jinja; with the remedy.

@@ -34,7 +34,6 @@ def update(
     mu, nu: like it: QuantizedTensor, float32 or bfloat16. They come back in their stored
       format: rounded after their use.
     count: int32, the number of this step, from 1; for bias correction.
-    rate: the learning rate.
     factor: gradients are multiplied by it first, in float32.
     is_applied: if False, everything is as it was.
     b1, b2, eps, weight_decay: of AdamW; eps is added to the root. 0 for no decay.

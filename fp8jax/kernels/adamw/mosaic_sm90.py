@@ -101,7 +101,7 @@ def _refusal(name: str, moment) -> str | None:
 
 
 def update(gradient, master, mu, nu, scalars: StepScalars, is_applied, rule: AdamWHparams):
-  """See `adam.update`."""
+  """See `api.update`."""
   columns = _columns(mu, nu)
   rows = gradient.size // columns
   state, tree = jax.tree.flatten((master, mu, nu))

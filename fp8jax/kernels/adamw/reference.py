@@ -37,7 +37,6 @@ class StepScalars(NamedTuple):
 
   Attributes:
     factor: by which gradients are multiplied first: clipping, the inverse of a loss scale.
-    rate: the learning rate.
     mu_correction, nu_correction: 1 / (1 - b^count).
   """
 
@@ -77,7 +76,7 @@ def step(gradient, master, mu, nu, scalars: StepScalars, rule: AdamWHparams):
 
 
 def update(gradient, master, mu, nu, scalars: StepScalars, is_applied, rule: AdamWHparams):
-  """See `adam.update`."""
+  """See `api.update`."""
   p, g = bf16_remainder.to_float32(master), gradient.astype(jnp.float32)
   change, m, v = step(g, p, _unpack(mu), _unpack(nu), scalars, rule)
   new = bf16_remainder.like(p + change, master), _stored(m, mu), _stored(v, nu)

@@ -29,7 +29,6 @@ class AttentionProblem:
     num_heads, num_kv_heads, head_dim: of queries, of keys and values, of both.
     dtype: of queries, keys and values.
     is_isolated: whether a token sees its own document alone.
-    device: hardware.
   """
 
   sequences: int

@@ -34,7 +34,6 @@ def forward(q_BLHK, k_BMGK, v_BMGK, segments_BL, recipe: Attention):
   Args:
     q_BLHK, k_BMGK, v_BMGK: any float dtype; unquantized products have v's. L equals M.
     segments_BL: int32 document of each token, or None.
-    recipe: of the products.
 
   Raises:
     ValueError: recipe.rotation does not divide the head.

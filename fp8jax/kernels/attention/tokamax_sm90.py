@@ -48,7 +48,6 @@ def forward(q_BLHK, k_BMGK, v_BMGK, first_key_BL, scale: float):
   Args:
     q_BLHK, k_BMGK, v_BMGK: bfloat16 or float16; L equals M.
     first_key_BL: int32, the first key that each query sees; None: key 0.
-    scale: of the scores.
 
   Returns:
     (out_BLHK, (float32 [B, H, L] largest scores, float32 [B, H, L] sums of exponentials)).
@@ -79,12 +78,7 @@ def forward(q_BLHK, k_BMGK, v_BMGK, first_key_BL, scale: float):
 
 
 def backward(q_BLHK, k_BMGK, v_BMGK, first_key_BL, out_BLHK, residuals, g_BLHK, scale: float):
-  """Gradients of `forward` with respect to q, k and v.
-
-  Args:
-    residuals: of `forward`.
-    g_BLHK: gradient of out.
-  """
+  """Gradients of `forward` with respect to q, k and v."""
   from tokamax._src.ops.attention import (  # pyright: ignore[reportMissingImports] extra
     pallas_mosaic_gpu_vjp_kernel_sm90 as kernel,
   )

@@ -17,7 +17,6 @@ class Producer:
   """A function of float32 tiles.
 
   Attributes:
-    name: for messages.
     matrices: how many [R, C] it takes.
     factors: 0 for a factor per row [R], 1 for one per column [C], in the order it takes them.
     results: how many matrices it gives.

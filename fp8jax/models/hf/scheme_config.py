@@ -17,14 +17,7 @@ from typing import Any
 from fp8jax.errors import UserError
 from fp8jax.formats import E2M1, E4M3, INT4, INT8
 from fp8jax.models.hf import schemes
-from fp8jax.models.hf.schemes import (
-  COMPRESSED,
-  FINE_GRAINED,
-  HEAD,
-  MODELOPT,
-  SCALE_FMTS,
-  Scheme,
-)
+from fp8jax.models.hf.schemes import COMPRESSED, FINE_GRAINED, HEAD, MODELOPT, SCALE_FMTS, Scheme
 from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Scale, Static
 
 MODELOPT_FILE = "hf_quant_config.json"
