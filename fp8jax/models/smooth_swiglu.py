@@ -38,9 +38,9 @@ _MAX_EXPONENT = 253
 def per_channel(eqns, x, ws, sites, name: str, save: Quant | None = None):
   """`swiglu_mlp` with one s per channel, folded into down's weight.
 
-  Args and result are those of `swiglu_mlp`; gate and up end with the letter that down contracts, which
-  is the first of its weight. Of down's weight a delayed or static scale would know other s: its
-  scale is current here, whatever the recipe says.
+  Args and result are those of `swiglu_mlp`; gate and up end with the letter that down contracts,
+  which is the first of its weight. Of down's weight a delayed or static scale would know other s:
+  its scale is current here, whatever the recipe says.
   """
   gate, up = _gate_up(eqns, x, ws, sites, name)
   s_F = channel_scales(up)
