@@ -58,15 +58,18 @@ def _placed(params, layout, cfg=CFG):
 
 
 @functools.cache
-def _generator(recipe, shape=None, cache_format="compute", cfg=CFG):
+def _generator(recipe, shape=None, cfg=CFG, **options):
   """As in training: parameters lie where mesh.fsdp has them too."""
   layout = axes.Layout(mesh.make(shape), *TABLES) if shape else axes.LOCAL
   rules = ((".*", recipe),)
-  sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, rules, layout)
+  keeps_values = options.get("weight_form") == "values"
+  backends = site_tree.Backends("dequantized" if keeps_values else "auto")
+  declaration = transformer.site_params(cfg)
+  sites = site_tree.build_sites(declaration, cfg.dims, rules, layout, backends=backends)
   params = _placed(_params(cfg=cfg), layout, cfg) if shape else _params(cfg=cfg)
   run = ComputeConfig(layout=layout)
   return api.Generator(params, sites, cfg, run, Tokenizer("bytes"), [10**6], slots=5,
-                       max_length=32, cache_format=cache_format), sites  # fmt: skip
+                       max_length=32, **options), sites  # fmt: skip
 
 
 def _prompts(lengths=(3, 11, 7, 2, 9, 5, 4, 13, 6)):
@@ -84,24 +87,24 @@ def _tokens(generator, how=GREEDY, lengths=(3, 11, 7, 2, 9, 5, 4, 13, 6)):
 
 
 @pytest.mark.parametrize(
-  "recipe, shape, cache_format",
+  "recipe, shape, options",
   [
-    ("block_128", (2, 2, 2), "compute"),
-    pytest.param("bf16", (2, 2, 2), "compute", marks=SLOW),
-    pytest.param("bf16", (4, 1, 2), "e4m3", marks=SLOW),
-    pytest.param("rowwise", (1, 4, 2), "e4m3_rotated", marks=SLOW),
-    pytest.param("mxfp8", (8, 1, 1), "compute", marks=SLOW),
-    pytest.param("w4a16", (2, 2, 2), "compute", marks=SLOW),
+    ("block_128", (2, 2, 2), {}),
+    pytest.param("bf16", (2, 2, 2), {}, marks=SLOW),
+    pytest.param("bf16", (4, 1, 2), {"cache_format": "e4m3"}, marks=SLOW),
+    pytest.param("rowwise", (1, 4, 2), {"cache_format": "e4m3_rotated"}, marks=SLOW),
+    pytest.param("mxfp8", (2, 2, 2), {"weight_form": "values"}, marks=SLOW),
+    pytest.param("w4a16", (8, 1, 1), {}, marks=SLOW),
   ],
 )
-def test_a_mesh_gives_the_tokens_and_scores_of_one_device(recipe, shape, cache_format):
+def test_a_mesh_gives_the_tokens_and_scores_of_one_device(recipe, shape, options):
   """Nine prompts, and five slots: neither is a multiple of the devices that have rows.
 
   Of float32 sums in another order change the last bits; of few bits the budget is what weights
   change that are off by 1e-7 (step/invariance_test.py).
   """
-  one, sites = _generator(recipe, None, cache_format)
-  many, _ = _generator(recipe, shape, cache_format)
+  one, sites = _generator(recipe, None, **options)
+  many, _ = _generator(recipe, shape, **options)
   assert _tokens(many) == _tokens(one)
   want, got = _scores(one), _scores(many)
   budget = 1e-6 * np.abs(want).max()
