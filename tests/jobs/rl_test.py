@@ -167,6 +167,10 @@ def refused(questions, **changes):
       },
       "the first rollout comes before any step",
     ),
+    (
+      {"precision.rules": ((".*", "block_128"),), "generate.weights": "values"},
+      "generate.weights='values' .*: head runs on 'reference', .*kernels.matmul='dequantized'",
+    ),
     ({"rl.overlong": 5}, "rl.overlong=5 must be below rl.max_new_tokens=5"),
     (
       {
@@ -230,9 +234,11 @@ def test_a_step_that_failed_is_repeated_with_its_own_loss(questions, tmp_path, m
 
 
 @pytest.mark.slow
-def test_an_invariant_run_learns_from_the_probabilities_that_it_drew_with(tmp_path, questions):
+@pytest.mark.parametrize("form", [("reference", "codes"), ("dequantized", "values")])
+def test_an_invariant_run_learns_from_the_probabilities_it_drew_with(tmp_path, questions, form):
   """To the bit, also after updates: the sampler's codes are those of the next forward pass."""
   changes = {"precision.invariant": True, "memory.remat_policy": "full", "steps": 6}
+  changes |= dict(zip(("kernels.matmul", "generate.weights"), form, strict=True))
   run(tmp_path, questions, "block_128", **changes)
   found = rows(tmp_path)
   assert all(found[step]["rl/mismatch"] == 0 for step in range(1, 7))
