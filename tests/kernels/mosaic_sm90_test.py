@@ -316,10 +316,7 @@ def test_impossible_configs_are_refused(rng, config, message):
     mosaic_sm90_lib.matmul(a, b, out_dtype=jnp.bfloat16, config=config)
 
 
-@pytest.mark.parametrize(
-  "name",
-  ["tensor_current", pytest.param("tensor_delayed", marks=pytest.mark.slow), "block_128_hybrid"],
-)
+@pytest.mark.parametrize("name", ["tensor_current", "tensor_delayed", "block_128_hybrid"])
 def test_the_quantizer_is_tried_before_a_run(monkeypatch, name):
   quant = library.RECIPES[name].dgrad.lhs
   self_test.quantizer(quant, (144, 160))

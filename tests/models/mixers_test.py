@@ -135,9 +135,9 @@ def _want():
   """(parameters, the oracle's values, its gradient)."""
   runner = _runner()
   params = jax.device_get(train_step.make_state(runner.spec).params)
-  (want, (balance, first)), gradient = jax.value_and_grad(_oracle, has_aux=True)(
-    params, runner.spec.model, _host()
-  )
+  oracle = functools.partial(_oracle, cfg=runner.spec.model, host=_host())
+  # Compiled whole: one by one, its operations are hundreds of programs.
+  (want, (balance, first)), gradient = jax.jit(jax.value_and_grad(oracle, has_aux=True))(params)
   assert balance > 0.1 * COEFFICIENT and 0 < first < 1
   norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradient)))
   return params, [want, norm, balance, first], gradient

@@ -256,9 +256,7 @@ def test_bytes():
     assert packed.nbytes / x.size == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-  "shape", [(2, 40, 130), pytest.param((3, 7), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("shape", [(2, 40, 130), (3, 7)], ids=str)
 @pytest.mark.parametrize("name", [n for n in storage.MOMENTS if n != "float32"])
 def test_zeros_are_what_packing_zeros_makes(name, shape):
   for quant in (storage.MOMENTS[name].mu, storage.MOMENTS[name].nu):

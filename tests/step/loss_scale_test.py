@@ -16,10 +16,17 @@ from fp8jax.run import preemption
 from fp8jax.step import loss_scale, train_step
 
 DYNAMIC = {"loss_scale.kind": "dynamic"}
+# Of four tests, whose step is one program. Clipping divides by the norm, and would hide a factor.
+PLAIN = {"model.num_layers": 1, "optim.grad_clip_norm": 0.0, "eval.tokens": 0}
 
 
 def _scaled(spec, **changes):
   return dataclasses.replace(spec, loss_scale=dataclasses.replace(spec.loss_scale, **changes))
+
+
+def _growing(**changes):
+  """The loss scale doubles after two finite steps."""
+  return _scaled(harness.text_spec("bf16", **PLAIN, **DYNAMIC, **changes), growth_interval=2)
 
 
 def _overflowing(host):
@@ -27,7 +34,7 @@ def _overflowing(host):
 
 
 def test_loss_scale_halves_at_overflow_and_doubles_after_growth():
-  spec = _scaled(harness.text_spec("bf16", **DYNAMIC), growth_interval=2)
+  spec = _growing()
   step = train_step.make_step(spec)
   (host,) = harness.batches(spec, 1)
   bad = _overflowing(host)
@@ -48,16 +55,14 @@ def test_a_run_goes_on_after_its_loss_scale_met_an_overflow(tmp_path, monkeypatc
     return place(self, _overflowing(host) if len(calls) == 3 else host)
 
   monkeypatch.setattr(batch_sharding.BatchSharder, "place", poisoned)
-  spec = harness.text_spec("bf16", **DYNAMIC, **{"eval.tokens": 0})
-  summary = train.run(spec, str(tmp_path))
+  summary = train.run(_growing(), str(tmp_path))
   assert summary["step"] == 6 and summary["skipped_updates"] == 1
   assert "update skipped" in capsys.readouterr().out
 
 
 def test_loss_scale_leaves_the_gradients_as_they_are():
-  """A power of two in float32: exact. Clipping, which divides by the norm, would hide a factor."""
-  plain = harness.text_spec("bf16", **{"optim.grad_clip_norm": 0.0})
-  scaled = harness.text_spec("bf16", **{"optim.grad_clip_norm": 0.0, "loss_scale.kind": "dynamic"})
+  """A power of two in float32: exact."""
+  plain, scaled = harness.text_spec("bf16", **PLAIN), _growing()
   (host,) = harness.batches(plain, 1)
   states = [
     train_step.make_step(p)(train_step.make_state(p), host, p.sites())[0] for p in (plain, scaled)
@@ -154,8 +159,7 @@ def test_float16_starts_from_the_largest_loss_scale_that_does_not_overflow():
 @pytest.mark.parametrize("policy, is_last", [("stop", True), ("stop", False), ("skip", True)])
 def test_overflow_at_the_smallest_loss_scale_ends_a_run(policy, is_last):
   """No smaller scale would help, and skipping for ever looks like training."""
-  changes = {"loss_scale.kind": "dynamic", "optim.on_nonfinite": policy, "model.num_layers": 1}
-  spec = harness.text_spec("bf16", **changes)
+  spec = _growing(**{"optim.on_nonfinite": policy})
   state, hosts = harness.calibrated_batches(spec, 1)
   scale = jnp.float32(loss_scale.SMALLEST * (1 if is_last else 2))
   state = dataclasses.replace(state, loss_scale={**state.loss_scale, "scale": scale})

@@ -129,7 +129,7 @@ def test_decay_and_moments_follow_the_declarations(rng):
   assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(state.opt))
 
 
-# Of two tests, whose step is one program.
+# Of three tests, whose step is one program.
 SCHEDULE = {
   "steps": 20, "optim.warmup_steps": 4, "optim.decay_steps": 4, "optim.peak_lr": 1e-4,
   "optim.min_lr": 1e-5,
@@ -255,10 +255,10 @@ def test_an_infinity_that_fp8_hides_skips_the_step_with_all_that_it_would_change
 
 
 def test_norms_of_a_step_are_those_of_its_parameters(rng):
-  spec = harness.one_layer_spec(**{"optim.warmup_steps": 0, "optim.schedule": "constant"})
-  state = train_step.make_state(spec)
+  runner, host = harness.Runner(harness.one_layer_spec(**SCHEDULE)), harness.weighted_batch(rng)
+  _, state = runner.run([host] * 4)  # the rate is then the highest
   before = jax.tree.map(lambda x: np.array(x, np.float64), state.params)
-  state, values = train_step.make_step(spec)(state, harness.weighted_batch(rng), spec.sites())
+  state, values = runner.step(state, host)
   after = jax.tree.map(lambda x: np.array(x, np.float64), state.params)
 
   def norm(tree):
