@@ -3,9 +3,9 @@
 Compiles the train step of the paper's two rows with 0.86 (README of InfiXAI/InfiR2, peak memory per
 GPU) for eight H200s, which need not be here: the 7B model at 32,768 tokens, a sequence per four
 GPUs, and the 1.5B model at 8,192 tokens, two sequences per GPU. The optimizer is in float32 in
-every arm, as theirs; only the linear layers of the decoder differ. Norms and SwiGLU of `bf16` save
-their inputs in BF16, as fused kernels do; what plain differentiation of them saves instead, several
-float32 arrays, is in the arm `bf16, unfused`.
+every arm, as theirs; only the linear layers of the decoder differ. Of norms and SwiGLU `bf16` saves
+the inputs in BF16, as fused kernels do, and computes those of the linear layers from them; the arm
+`bf16, linear inputs kept` saves both.
 
   JAX_PLATFORMS=cpu python experiments/2025_infir2/memory.py [ROW/ARM ...]   # some or all
   ... memory.py --table                                             # of results/memory.json
@@ -45,7 +45,7 @@ _BF16 = {"memory.save_norm_inputs": "bf16", "memory.save_gate_up": "bf16"}
 # Arm -> (recipe, changes).
 ARMS = {
   "bf16": ("bf16", _BF16),
-  "bf16, unfused": ("bf16", {}),
+  "bf16, linear inputs kept": ("bf16", {}),
   "block_128_pow2": ("block_128_pow2", {}),
   "block_128_pow2, quantized inputs": ("block_128_pow2", {"memory.save_gemm_inputs": "quantized"}),
 }

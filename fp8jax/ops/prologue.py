@@ -29,8 +29,7 @@ class Prologue:
     operands: (*sources, *constants) -> (matrices, factors) that the producer takes; matrices have
       the shape of the result, factors that of its leading or of its trailing dimensions.
     constants: hashable.
-    save: compresses residuals of the result's shape; None saves them as they are, or saves what
-      differentiation makes of the plain function.
+    save: compresses residuals of the result's shape; None saves them as they are.
   """
 
   sources: tuple[Any, ...]
@@ -49,8 +48,9 @@ class Prologue:
     return self.sources[0].dtype
 
   def value(self):
-    """The array, or a tuple of several."""
-    return _value(self) if self.save is None else _value_and_compressed(self)
+    """The array, or a tuple of several. Its sources are saved for the backward pass, which computes
+    it again: differentiation would save several float32 arrays of each."""
+    return _value_and_compressed(self)
 
   def compressed(self) -> "Prologue":
     """The residual: itself with compressed sources, of use to `decompressed` alone."""

@@ -41,7 +41,7 @@ class GemmInput(enum.Enum):
 # Compressions by name, for configurations.
 QUANTS: dict[str, Quant | None] = {
   "none": None,
-  # Without it, differentiation saves several float32 arrays of an unfused norm or SwiGLU.
+  # As they are where the compute dtype is BF16; linear layers' inputs are made of them once more.
   "bf16": Quant(BF16, scale=Scale.NONE),
   # COAT's groups along channels: 1.0625 bytes per element.
   "e4m3_16": Quant(E4M3, (1, 16), Scale.POW2),
