@@ -104,10 +104,7 @@ def pytest_collection_modifyitems(items):
 _EXACT = ("quantization", "kernels", "invariance_test")
 _TRAINING = ("amax_history_test",)  # in such a folder, and compiles steps of training
 # There, too: on a CPU what is compiled is the interpreter of kernels.
-_INTERPRETED = (
-  "adamw_kernel_test", "grouped_matmul_test", "mosaic_sm90_test", "prologues_test",
-  "quantize_sm90_test",
-)  # fmt: skip
+_INTERPRETED = ("mosaic_sm90_test", "prologues_test", "quantize_sm90_test")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,7 @@ from fp8jax import params as params_lib
 from fp8jax.generation import cache as cache_lib
 from fp8jax.generation import decode, weights
 from fp8jax.generation.sampling import method_of
-from fp8jax.generation.settings import Sampling
+from fp8jax.generation.settings import VALUES, Generate, Sampling
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
@@ -28,10 +28,12 @@ class Programs:
   Attributes:
     decode: one token of every sequence.
     prefill: of one prompt per device that has rows of its own; None without a prompt's length.
+    weights: bytes of the parameters as products read them, over all devices.
   """
 
   decode: Any
   prefill: Any = None
+  weights: int = 0
 
 
 def lower(
@@ -48,7 +50,8 @@ def lower(
   cfg, run = spec.model, decode.served(spec.model, spec.run, spec.device, length)
   sites, layout = decode.served_sites(spec.sites()), run.layout
   params = params_lib.abstract(spec.declaration, cfg.dims, layout)
-  made = jax.eval_shape(lambda p: weights.for_inference(p, sites, cfg, run.dtype), params)
+  how = cfg, run.dtype, spec.of(Generate).weights == VALUES
+  made = jax.eval_shape(lambda p: weights.for_inference(p, sites, *how), params)
   empty = functools.partial(decode.Slots.empty, cfg, rows, length, cache_format, run.dtype)
   slots = jax.eval_shape(lambda: empty(layout))
 
@@ -69,15 +72,16 @@ def lower(
     program = jax.jit(static, donate_argnums=2, compiler_options=options)
     return program.lower(*held, *rest, number, number)
 
+  nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made))
   if not prompt:
-    return Programs(lowered(decode.decode))
+    return Programs(lowered(decode.decode), weights=nbytes)
   shards = layout.size(layout.act_axes("B"))
   number_R = put(jax.ShapeDtypeStruct((shards,), jnp.int32))
   prompts = {
     "tokens_RL": put(jax.ShapeDtypeStruct((shards, prompt), jnp.int32)), "lengths_R": number_R,
     "rows_R": number_R, "seeds_R": put(jax.ShapeDtypeStruct((shards,), jnp.uint32)),
   }  # fmt: skip
-  return Programs(lowered(decode.decode), lowered(decode.prefill, prompts))
+  return Programs(lowered(decode.decode), lowered(decode.prefill, prompts), nbytes)
 
 
 def _placed(made, cfg: ModelConfig, layout: axes.Layout, put) -> dict[str, Any]:

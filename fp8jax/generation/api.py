@@ -86,7 +86,6 @@ class Generator:
     problems.check(slots >= 1, f"slots={slots} must be at least 1")
     problems.one_of("cache_format", cache_format, CACHE_FORMATS)
     problems.one_of("weight_form", weight_form, WEIGHT_FORMS)
-    problems.extend(values_problems(sites) if weight_form == VALUES else ())
     longest = cfg.max_positions
     problems.check(
       0 <= max_length <= longest,
@@ -99,16 +98,23 @@ class Generator:
     self.cache_bytes_per_token = cache_lib.bytes_per_token(cfg, cache_format, run.dtype.itemsize)
     device = choose.current_device()
     run = decode.served(cfg, run, device, self.max_length)
-    self._dtype, self._keeps_values = run.dtype, weight_form == VALUES
+    self._dtype, self._weight_form = run.dtype, weight_form
     options = choose.compiler_options(device)
     scales = kv_scales.read(folder, cfg) if cache_format == FOLDER else None
     self._engine = batching.Engine(cfg, run, slots, cache_format, options, scales)
     self.take(params, sites)
 
   def take(self, params, sites):
-    """Takes other parameters; programs of the same recipes are not compiled again."""
+    """Takes other parameters; programs of the same recipes are not compiled again.
+
+    Raises:
+      UserError: values are kept and a site multiplies codes.
+    """
+    problems = ConfigErrors()
+    problems.extend(values_problems(self._weight_form, sites))
+    problems.refuse()
     self.release()
-    how = self._engine.cfg, self._dtype, self._keeps_values
+    how = self._engine.cfg, self._dtype, self._weight_form == VALUES
     made = weights.for_inference(params, sites, *how)
     self._engine.weights = (made, decode.served_sites(sites))
 
@@ -287,6 +293,9 @@ def load(
     raise UserError(f"{folder!r} holds a reward model, which scores texts and writes none")
   dtype = choose.compute_dtype(device) if compute_dtype == "auto" else compute_dtype
   problems = ConfigErrors()
+  problems.one_of("weight_form", weight_form, WEIGHT_FORMS)
+  problems.extend(values_problems(weight_form, ()))
+  problems.refuse()
   layout = problems.attempt(lambda: _layout(data, tensor)) or axes.LOCAL
   run = ComputeConfig(jax.numpy.dtype(dtype), layout=layout, is_invariant=is_invariant)
   rules = (("head", "bf16"), ("layers/.*", recipe))
@@ -357,8 +366,15 @@ def _not_invariant(cfg: ModelConfig, run: ComputeConfig, sites) -> list[str]:
   return [f"precision.invariant=True (is_invariant): {text}" for text in texts]
 
 
-def values_problems(sites) -> list[str]:
-  """The reason why weights of these sites cannot be kept dequantized, in words."""
+def values_problems(weight_form: str, sites) -> list[str]:
+  """The reason why weights of these sites cannot be kept dequantized here, in words."""
+  if weight_form != VALUES:
+    return []
+  if (device := choose.current_device()).platform != "cpu":
+    return [
+      f"generate.weights='values' (weight_form) on {choose.name_of(device)}: four bytes per "
+      "parameter spare a CPU's conversions; set generate.weights='codes'"
+    ]
   for name, site in site_lib.flatten(sites).items():
     backend = site.backends[0]
     if site.recipe.fwd.multiplies_codes and backend not in gemm_api.WITH_VALUES:

@@ -14,6 +14,7 @@ from fp8jax.evaluation.settings import Tasks
 from fp8jax.export import checks as export_checks
 from fp8jax.generation import api
 from fp8jax.generation.settings import VALUES, Generate, PlanInference
+from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import transformer
 from fp8jax.ops import switch
 from fp8jax.phases import policy
@@ -214,7 +215,12 @@ def generator_problems(spec: TrainSpec) -> list[str]:
   """The problems of a generator in training, in words."""
   collected, g = ConfigErrors(), spec.of(Generate)
   collected.extend(api.problems_of(spec.model, spec.run))
-  collected.extend(api.values_problems(spec.sites()) if g.weights == VALUES else ())
+  matmul = spec.flat["kernels.matmul"]
+  collected.check(
+    g.weights != VALUES or matmul in gemm_api.WITH_VALUES,
+    f"generate.weights='values' with kernels.matmul={matmul!r}: a recipe of any phase may multiply "
+    "codes; set kernels.matmul='dequantized', on a CPU, or generate.weights='codes'",
+  )
   longest = spec.model.max_positions
   collected.check(
     0 <= g.max_length <= longest,

@@ -99,6 +99,8 @@ def how_asked(spec: train_spec.TrainSpec, precision: str, rules: Any) -> dict[st
   if data.chat_template or data.template_date:  # else it is the tokenizer's own
     with open(os.path.expanduser(data.chat_template) or os.devnull, "rb") as f:
       template["template"] = hashlib.sha256(f.read() + data.template_date.encode()).hexdigest()[:16]
+  if (matmul := spec.flat["kernels.matmul"]) != "auto":  # another order of sums
+    template["matmul"] = matmul
   return {
     **template,
     "precision": precision,

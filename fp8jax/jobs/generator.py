@@ -24,9 +24,10 @@ def load(spec: train_spec.TrainSpec, workdir: str) -> tuple[api.Generator, dict]
   """
   problems = ConfigErrors()
   problems.extend(api.problems_of(spec.model, spec.run))
-  problems.refuse()
   g = spec.of(Generate)
   recipe = evaluator_lib.BF16 if g.precision == evaluator_lib.BF16 else None
+  problems.extend(api.values_problems(g.weights, spec.sites(recipe)))
+  problems.refuse()
   kept = weights.multiplied_as_codes(site_tree.recipes_of(spec.sites(recipe)))
   loaded = load_weights(spec, workdir, kept=kept)
   spec, states = loaded.spec, loaded.states

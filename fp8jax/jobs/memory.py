@@ -12,7 +12,7 @@ from fp8jax.compiled import aot, memory
 from fp8jax.compiled.memory import MemoryRow
 from fp8jax.generation import aot as generation_aot
 from fp8jax.generation import batching, capacity
-from fp8jax.generation.settings import Generate
+from fp8jax.generation.settings import VALUES, Generate
 from fp8jax.rl import scoring
 from fp8jax.rl.settings import REWARD, RL
 from fp8jax.run import provenance
@@ -110,6 +110,8 @@ def _of_rollout(spec: train_spec.TrainSpec, devices, gpu: str) -> tuple[list[Mem
   prompt = batching.bucket(g.max_length - own.max_new_tokens, g.max_length)
   sizes = slots * shards, g.max_length, g.cache_format, prompt
   programs = generation_aot.lower(drawn, devices, *sizes)
+  if g.weights == VALUES:  # a server's bytes are those of codes
+    weights = programs.weights // num
   analyses: list[Any] = [
     program.compile().memory_analysis() for program in (programs.decode, programs.prefill)
   ]

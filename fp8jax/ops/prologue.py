@@ -108,7 +108,8 @@ def _value(t: Prologue):
 
 _value_and_compressed = jax.custom_vjp(_value)
 _value_and_compressed.defvjp(
-  lambda t: (_value(t), t.compressed()), lambda t, g: (t.decompressed(g.dtype).vjp(g),)
+  lambda t: (_value(t), t.compressed()),
+  lambda t, g: (t.decompressed(jax.tree.leaves(g)[0].dtype).vjp(g),),
 )
 
 

@@ -190,7 +190,8 @@ class Memory:
     'unquantized, or the sources of its prologue; "quantized" saves the FP8 operand of the weight '
     "gradient instead, as Transformer Engine does. Same numbers. Refused with "
     'remat_policy="linears", which computes it again.', choices=_GEMM_INPUTS, mapped=True)
-  save_norm_inputs: str = key("none", 'The others: "none" (as differentiation has them), "bf16", '
+  save_norm_inputs: str = key("none", 'The others: "none" (as they are, and the inputs of linear '
+    'layers that no kernel makes of them), "bf16", '
     '"e4m3_16" (groups of 16 channels, 1.06 bytes per element; COAT) or "e4m3_128" (1.01 bytes). '
     "Compressed copies serve gradients alone. inputs of norms: the residual stream, twice per "
     "layer", choices=residuals.QUANTS, affects=RESULT, mapped=True)

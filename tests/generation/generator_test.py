@@ -423,6 +423,17 @@ def test_all_that_is_wrong_with_a_call_is_said_at_once():
     _generator(slots=0, cache_format="fp8", max_length=65)
   with pytest.raises(UserError, match="layers/attn/. runs on 'reference'.*matmul='dequantized'"):
     _generator(RULES["block_128"], weight_form="values")
+  with pytest.raises(UserError, match="weight_form='value' is not one of"):
+    api.load(str(SMOLLM2), weight_form="value")
+
+
+def test_other_parameters_whose_products_read_codes_are_refused_where_values_are_kept():
+  cfg, params, _ = _model("llama")
+  sites = _sites(cfg, *RULES["block_128"], matmul="dequantized")
+  options = dict(slots=1, max_length=48, weight_form="values")
+  generator = api.Generator(params, sites, cfg, RUN, Tokenizer("bytes"), (NEVER,), **options)
+  with pytest.raises(UserError, match="runs on 'reference', which multiplies codes"):
+    generator.take(params, _sites(cfg, *RULES["block_128"]))
 
 
 def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path):

@@ -167,10 +167,7 @@ def refused(questions, **changes):
       },
       "the first rollout comes before any step",
     ),
-    (
-      {"precision.rules": ((".*", "block_128"),), "generate.weights": "values"},
-      "generate.weights='values' .*: head runs on 'reference', .*kernels.matmul='dequantized'",
-    ),
+    ({"generate.weights": "values"}, "generate.weights='values' with kernels.matmul='auto'"),
     ({"rl.overlong": 5}, "rl.overlong=5 must be below rl.max_new_tokens=5"),
     (
       {

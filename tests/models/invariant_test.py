@@ -143,8 +143,9 @@ def differences(model: Model) -> dict[str, np.ndarray]:
 
 RECIPES = [("block_128", "float32", "codes"), *(
   pytest.param(*one, marks=SLOW)
-  for one in (("block_128", "bfloat16", "values"), ("bf16", "float32", "codes"),
-              ("rowwise", "float32", "codes"), ("mxfp4_ste", "bfloat16", "codes"),
+  for one in (("block_128", "bfloat16", "codes"), ("block_128", "bfloat16", "values"),
+              ("bf16", "float32", "codes"), ("rowwise", "float32", "codes"),
+              ("mxfp4_ste", "bfloat16", "codes"), ("w4a16_g64", "float32", "codes"),
               ("w4a16_g64", "float32", "values"), ("int8", "bfloat16", "codes"))
 )]  # fmt: skip
 
