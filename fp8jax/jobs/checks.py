@@ -13,6 +13,7 @@ from fp8jax.evaluation import catalog
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.export import checks as export_checks
 from fp8jax.generation import api
+from fp8jax.generation import checks as generation_checks
 from fp8jax.generation.settings import VALUES, Generate, PlanInference
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import transformer
@@ -214,7 +215,7 @@ def accuracy_problems(spec: TrainSpec) -> list[str]:
 def generator_problems(spec: TrainSpec) -> list[str]:
   """The problems of a generator in training, in words."""
   collected, g = ConfigErrors(), spec.of(Generate)
-  collected.extend(api.problems_of(spec.model, spec.run))
+  collected.extend(generation_checks.of_model(spec.model, spec.run))
   matmul = spec.flat["kernels.matmul"]
   collected.check(
     g.weights != VALUES or matmul in gemm_api.WITH_VALUES,

@@ -8,7 +8,7 @@ from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.data.config import DataConfig
 from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import ConfigErrors, UserError
-from fp8jax.generation import api, weights
+from fp8jax.generation import api, checks, weights
 from fp8jax.generation.settings import Generate
 from fp8jax.ops import site_tree
 from fp8jax.run import evaluator as evaluator_lib
@@ -23,10 +23,10 @@ def load(spec: train_spec.TrainSpec, workdir: str) -> tuple[api.Generator, dict]
   taken from the tensors of every step.
   """
   problems = ConfigErrors()
-  problems.extend(api.problems_of(spec.model, spec.run))
+  problems.extend(checks.of_model(spec.model, spec.run))
   g = spec.of(Generate)
   recipe = evaluator_lib.BF16 if g.precision == evaluator_lib.BF16 else None
-  problems.extend(api.values_problems(g.weights, spec.sites(recipe)))
+  problems.extend(checks.of_values(g.weights, spec.sites(recipe)))
   problems.refuse()
   kept = weights.multiplied_as_codes(site_tree.recipes_of(spec.sites(recipe)))
   loaded = load_weights(spec, workdir, kept=kept)

@@ -127,7 +127,7 @@ def _distribution(one: spec.Distribution):
 
 
 def of(sweep: Sweep, folder: str) -> Listed | Suggested:
-  """What a sweep runs: its trials, or a search for them."""
+  """The trials of a sweep, or the search for them."""
   if sweep.search is None:
     return Listed(sweep.trials(folder))
   return Suggested(sweep, sweep.search, folder)

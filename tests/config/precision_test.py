@@ -8,7 +8,7 @@ import pytest
 from fp8jax.compiled import fp8_gemms
 from fp8jax.config import named, resolve
 from fp8jax.errors import ConfigError
-from fp8jax.generation import api
+from fp8jax.generation import checks
 from fp8jax.kernels import choose
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
@@ -125,7 +125,7 @@ def test_attention_is_a_value_by_name_and_wide_without_one():
   spec = harness.text_spec("bf16", **{"precision.attention": "sage_bwd"})
   assert spec.run.attention_recipe is attention.SAGE_BWD
   assert spec.run.attention == spec.attention.backend == "xla"
-  (text,) = api.problems_of(spec.model, spec.run)
+  (text,) = checks.of_model(spec.model, spec.run)
   assert "precision.attention='sage_bwd'" in text and "precision.attention='wide'" in text
   # In BF16 attention is not quantized either.
   held = evaluator.Evaluator(spec)

@@ -421,7 +421,7 @@ def test_all_that_is_wrong_with_a_call_is_said_at_once():
     generator.score([([1], [2, -1])])
   with pytest.raises(UserError, match="slots=0 must(.|\n)*'fp8' is not one of(.|\n)*max_length=65"):
     _generator(slots=0, cache_format="fp8", max_length=65)
-  with pytest.raises(UserError, match="layers/attn/. runs on 'reference'.*matmul='dequantized'"):
+  with pytest.raises(UserError, match="head runs on 'reference', .*matmul='dequantized'"):
     _generator(RULES["block_128"], weight_form="values")
   with pytest.raises(UserError, match="weight_form='value' is not one of"):
     api.load(str(SMOLLM2), weight_form="value")

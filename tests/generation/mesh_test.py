@@ -19,7 +19,7 @@ from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import ConfigError, UserError
-from fp8jax.generation import api, sampling
+from fp8jax.generation import api, checks, sampling
 from fp8jax.generation.settings import Sampling
 from fp8jax.jobs import table
 from fp8jax.models import transformer
@@ -184,7 +184,7 @@ def test_what_a_mesh_cannot_generate_is_refused(monkeypatch):
   apart = (*(rule for rule in TABLES[1] if rule[0] != "G"), ("G", ()))
   layout = axes.Layout(mesh.make((1, 4, 2)), apart, apart)
   monkeypatch.setattr(jax, "process_count", lambda: 2)
-  heads, processes = api.problems_of(CFG, ComputeConfig(layout=layout))
+  heads, processes = checks.of_model(CFG, ComputeConfig(layout=layout))
   assert "sharding.acts.H=('tensor',) and sharding.acts.G=(): the cache" in heads
   assert processes.startswith("2 processes: prompts are read") and "start one process" in processes
   monkeypatch.undo()
