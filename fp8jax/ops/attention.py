@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
-from fp8jax.kernels.attention import fixed_order, reference, tokamax_sm90
+from fp8jax.kernels.attention import few_queries, fixed_order, reference, tokamax_sm90
 from fp8jax.ops import collectives
 from fp8jax.recipe.attention import Attention
 
@@ -88,24 +88,8 @@ def cached_attention(q_BLHK, k_BGMK, v_BGMK, positions_BL, implementation: Imple
     jax.nn.dot_product_attention, mask=mask, scale=q_BLHK.shape[-1] ** -0.5, implementation="xla"
   )
 
-  on_cpu = functools.partial(_summed_in_float32, mask=mask)
+  on_cpu = functools.partial(few_queries.summed_in_float32, mask=mask)
   return jax.lax.platform_dependent(q_BLHK, k_BMGK, v_BMGK, cpu=on_cpu, default=attend)
-
-
-def _summed_in_float32(q_BLHK, k_BMGK, v_BMGK, mask):
-  """jax.nn.dot_product_attention of few queries, rounded where it rounds; sums are in float32.
-
-  Of one query XLA:CPU adds up in the dtype of the result, and it has no F16_F16_F32 products.
-  """
-  batch, length, heads, size = q_BLHK.shape
-  groups, dtype = k_BMGK.shape[2], q_BLHK.dtype
-  q_BLGRK = q_BLHK.reshape(batch, length, groups, heads // groups, size).astype(jnp.float32)
-  k_BMGK, v_BMGK = (x.astype(jnp.float32) for x in (k_BMGK, v_BMGK))
-  logits_BGLRM = jax.lax.dot_general(q_BLGRK, k_BMGK, (((4,), (3,)), ((0, 2), (0, 2))))
-  logits_BGLRM = jnp.where(mask[:, :, :, None], logits_BGLRM * size**-0.5, -jnp.inf)
-  shares_BGLRM = jax.nn.softmax(logits_BGLRM, axis=-1).astype(dtype).astype(jnp.float32)
-  mixed_BGLRK = jax.lax.dot_general(shares_BGLRM, v_BMGK, (((4,), (1,)), ((0, 1), (0, 2))))
-  return jnp.swapaxes(mixed_BGLRK, 1, 2).reshape(q_BLHK.shape).astype(dtype)
 
 
 def _fixed_order(q_BLHK, k_BMGK, v_BMGK, segments_BL):
