@@ -106,7 +106,7 @@ class Generator:
     """Takes other parameters; programs of the same recipes are not compiled again.
 
     Raises:
-      UserError: values are kept and a site multiplies codes.
+      UserError: the generator keeps values, and a site multiplies codes.
     """
     problems = ConfigErrors()
     problems.extend(checks.of_values(self._weight_form, sites))

@@ -28,7 +28,7 @@ def not_invariant(cfg: ModelConfig, run: ComputeConfig, sites) -> list[str]:
 
 
 def of_values(weight_form: str, sites) -> list[str]:
-  """The reason why weights of these sites cannot be kept dequantized here, in words."""
+  """The reason why a generator of these sites cannot keep values, in words."""
   if weight_form != VALUES:
     return []
   if (device := choose.current_device()).platform != "cpu":
