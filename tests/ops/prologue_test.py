@@ -268,3 +268,11 @@ def test_a_layer_by_the_kernels_themselves(rng, interpreted, formulas, monkeypat
   got = _run(*layer, sites)
   _plainly(monkeypatch)
   _assert_same(got, _run(*layer, sites))
+
+
+@pytest.mark.parametrize("make", [prologue.silu_mul, lambda x, w: prologue.rms_norm(x, w[0], 1e-5)])
+def test_what_waits_for_the_backward_pass_is_what_it_was_computed_from(make):
+  sources = jnp.ones((6, 40), jnp.bfloat16), jnp.ones((6, 40), jnp.bfloat16)
+  _, pull = jax.vjp(lambda *of: make(*of).value(), *sources)
+  kept = [x for x in jax.tree.leaves(pull) if x.shape == (6, 40)]
+  assert kept and all(x.dtype == jnp.bfloat16 for x in kept)
