@@ -65,6 +65,7 @@ class Matrix:
     amax: that the scale is made from where the quant's source is not CURRENT.
     shared: names of the weights whose common amax the scale is made from; () for its own.
     input_scale: of its activations, or None.
+    inputs: by which a recipe makes that scale from an amax; None: the scheme's.
     stored: where its codes are; None: they are made from the weight.
     known: {"w" or "x": amax} that training, or else a calibration, saw.
   """
@@ -74,6 +75,7 @@ class Matrix:
   amax: float | None = None
   shared: tuple[str, ...] = ()
   input_scale: float | None = None
+  inputs: Quant | None = None
   stored: Stored | None = None
   known: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -161,14 +163,16 @@ def choose(
     follow = follows and quant is not None
     mine, why = _followed(scheme, quant, codes, recipe) if follow and quant else (scheme, "")
     inputs = codes.input_scale if codes and mine.static_inputs else None
+    lhs = recipe.fwd.lhs if follow and mine.static_inputs else None
+    lhs = lhs if lhs is not None and isinstance(lhs.source, Static) else None
     if not mine.fits(e.hf_shape(dims)):
       sizes = map(refusals.by, (e.hf_shape(dims), mine.tile))
       unquantized[e.name] = " has partial tiles of ".join(sizes)
     elif quant and not why and mine.holds(quant) and e.path not in {*changed, *merged}:
       kept = dataclasses.replace(mine, weight=quant)
-      matrices[e.name] = Matrix(kept, True, None, (), inputs, codes)
+      matrices[e.name] = Matrix(kept, True, None, (), inputs, lhs, codes)
     else:
-      matrices[e.name] = Matrix(mine, False, input_scale=inputs)
+      matrices[e.name] = Matrix(mine, False, input_scale=inputs, inputs=lhs)
       if quant is not None and not requantize and e.path not in merged:
         refused[whose, e.path if e.path in changed else "", why] = quant
   counts = {e.name: int(np.prod(e.hf_shape(dims))) for e in entries}
@@ -233,17 +237,10 @@ def with_amaxes(
     if quant is not None and quant.source != CURRENT and matrix.input_scale is None:
       remedy = "calibrate this model with --job=calibrate"
       amax = _amax(inputs, site_of(e), "x", "export.input_scales", remedy)
-      scale = input_scale(amax, quant)
-      matrix = dataclasses.replace(matrix, input_scale=scale)
+      scale = quantize.given_scale(jnp.float32(amax), matrix.inputs or quant)
+      matrix = dataclasses.replace(matrix, input_scale=float(scale[0, 0]))
     matrices[e.name] = matrix
   return dataclasses.replace(plan, matrices=matrices)
-
-
-def input_scale(amax: float, quant: Quant) -> float:
-  """The static scale of activations with this amax."""
-  if quant.scale is Scale.E4M3_OVER_F32:
-    return float(quantize.tensor_scale(amax, quant))
-  return float(quantize.amax_to_scale(jnp.float32(amax), quant.format, Scale.F32))
 
 
 def _with_scales(

@@ -68,8 +68,8 @@ def _inputs(container: str, w: Quant, x: Quant | None) -> Quant | None:
     raise ValueError(f"servers multiply {w} by {own} of a token or a tensor, not by {x}")
   if not isinstance(x.source, Static):
     return Quant(own, (1, WHOLE))
-  if x.scale is not Scale.F32 or x.source.margin:
-    raise ValueError(f"a folder's static scale is amax / max, not that of {x}; take f32, margin 0")
+  if x.scale not in (Scale.F32, *POWERS):
+    raise ValueError(f"servers have one static scale of activations, and {x} has none; take f32")
   return Quant(own, source=Static())
 
 

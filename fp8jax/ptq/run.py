@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -91,7 +92,7 @@ def quantize(
       kept.write(layer, one)
     if text is not None:
       text.advance(_multiplied(one, model))
-    done.append(one.params)
+    done.append(jax.tree.map(params_lib.on_host, one.params))  # the device holds one layer's
     inputs |= {(_name(layer, path), "x"): amax for path, amax in one.inputs.items()}
     rows |= {_name(layer, path): row for path, row in one.rows.items()}
     factors |= {_name(layer, path): factor for path, factor in one.tensor_scales.items()}

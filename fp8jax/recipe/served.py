@@ -16,7 +16,7 @@ import dataclasses
 
 from fp8jax.formats import E2M1, E3M4_30, E4M3, E4M3_240, E5M2, INT4, INT8, Format, by_name
 from fp8jax.recipe.gemm import Accumulate, Accumulation, Backward, Gemm, Recipe
-from fp8jax.recipe.quant import WHOLE, LeastError, Quant, Scale, Static
+from fp8jax.recipe.quant import WHOLE, Largest, LeastError, Quant, Scale, Static
 
 _FAST, _PRECISE = Accumulation.FAST, Accumulation.PRECISE
 
@@ -32,6 +32,9 @@ def channel(format: Format) -> Quant:
 
 _FP8, _FP8_STATIC = Quant(E4M3), Quant(E4M3, source=Static())
 _FP8_GROUP, _FP8_BLOCK = Quant(E4M3, (1, 128)), Quant(E4M3, (128, 128))
+# Gaudi 2's four scales with back-off: 1/2 of the range of weights, 1/4 of activations.
+_GAUDI2 = Quant(E4M3_240, scale=Scale.GAUDI2, clip=Largest(2.0))
+_GAUDI2_X = Quant(E4M3_240, scale=Scale.GAUDI2, source=Static(2))
 # GPTQ's and AWQ's groups: 128 inputs of an output channel.
 _INT4, _INT4_64 = Quant(INT4, (1, 128)), Quant(INT4, (1, 64))
 _MX8, _MX4 = (Quant(f, (1, 32), Scale.POW2) for f in (E4M3, E2M1))
@@ -49,6 +52,7 @@ SERVED = {
     _served("fp8_block", _FP8_BLOCK, _FP8_GROUP, 128),
     # For Gaudi 2, in E4M3 codes (arXiv:2503.09975).
     _served("fp8_240_dynamic", channel(E4M3_240), channel(E4M3_240)),
+    _served("fp8_gaudi2", _GAUDI2, _GAUDI2_X),
     _served("w8a16", channel(INT8)),
     _served("int8", channel(INT8), channel(INT8)),
     _served("int8_static", channel(INT8), Quant(INT8, source=Static())),

@@ -1,4 +1,4 @@
-"""The table of FP8 matrices of an export, against float64 NumPy of its codes and scales."""
+"""The table of the quantized matrices of an export, against float64 NumPy of codes and scales."""
 
 import dataclasses
 import itertools
@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from fp8jax.export import fp8 as fp8_export
-from fp8jax.export import matrices
+from fp8jax.export import matrices, served
 from fp8jax.models.hf import schemes
 from fp8jax.models.hf.schemes import COMPRESSED, FINE_GRAINED
 from fp8jax.recipe.quant import Static
+from fp8jax.recipe.served import SERVED
 
 FORMATS = {
   "block": schemes.fp8(FINE_GRAINED), "ue8m0": schemes.fp8(FINE_GRAINED, scale_fmt="ue8m0"),
@@ -19,7 +20,12 @@ FORMATS = {
   "channel": schemes.fp8(COMPRESSED, "channel"),
   "tensor": schemes.fp8(COMPRESSED, "tensor"),
   "static": schemes.fp8(COMPRESSED, "tensor", static_inputs=True),
+  **{name: served.scheme(SERVED[name].fwd.rhs, SERVED[name].fwd.lhs) for name in (
+    "int8", "w4a16", "w4a16_g64", "mxfp8_ste", "mxfp4a16", "nvfp4a16", "nvfp4_ste_4or6",
+  )},
 }  # fmt: skip
+# Half a step above the largest number of each format's grid.
+BEYOND = {"e4m3": 464, "int8": 127.5, "int4": 7.5, "e2m1": 7}
 
 
 def _weight(rng, kind):
@@ -55,13 +61,12 @@ def test_row_is_that_of_float64(name, kind, rng):
   )
   made = fp8_export.codes(w, matrix, amax)
   codes, scales = made.data.astype(np.float64), made.scale.astype(np.float64)
-  if fp8.label == "block":
-    scales = np.kron(scales, np.ones((128, 128)))[: codes.shape[0], : codes.shape[1]]
+  tile = [extent or n for extent, n in zip(quant.tile, codes.shape, strict=True)]
+  scales = np.kron(scales, np.ones(tile))[: codes.shape[0], : codes.shape[1]]
   exact = w.T.astype(np.float64)
   back = codes * scales
   error, signal = ((back - exact) ** 2).sum(), (exact**2).sum()
-  # E4M3 ends at 448, and the next step of its grid would be 480.
-  saturated = (np.abs(exact) > 464 * scales).mean()
+  saturated = (np.abs(exact) > BEYOND[quant.format.name] * scales).mean()
   flushed = ((exact != 0) & (back == 0)).sum() / max((exact != 0).sum(), 1)
   row = matrices.row(w, made, matrix)
   snr = 10 * math.log10(signal / error) if error and signal else math.inf
@@ -69,8 +74,9 @@ def test_row_is_that_of_float64(name, kind, rng):
   assert row["saturated"] == pytest.approx(saturated, rel=1e-6)
   assert row["flushed"] == pytest.approx(flushed, rel=1e-6)
   assert (row["smallest_scale"], row["largest_scale"]) == (made.scale.min(), made.scale.max())
-  assert row["scale_ratio"] == pytest.approx(made.scale.max() * 448 / 0.25, rel=1e-6)
-  assert row["input_scale_ratio"] == (0.5 * 448 / 3.0 if fp8.static_inputs else None)
+  assert row["scale_ratio"] == pytest.approx(made.scale.max() * quant.format.max / 0.25, rel=1e-6)
+  largest = 448 * 6 if name.startswith("nvfp4") else 448  # under a scale of 1; of two levels
+  assert row["input_scale_ratio"] == (0.5 * largest / 3.0 if fp8.static_inputs else None)
   # Or the numbers above say nothing.
   assert (saturated > 0) == (kind == "small amax")
   assert (flushed == 1) == (kind == "subnormal") and (snr == math.inf) == (kind == "zeros")

@@ -1,19 +1,24 @@
 """--job=quantize: from a folder to a folder that is read back, and what it refuses."""
 
 import json
+import shutil
 import types
 
 import harness
 import jax
 import numpy as np
+import oracle
 import pytest
 import safetensors.numpy
 
 from configs import base, debug
-from fp8jax.jobs import dispatch
+from fp8jax.config import resolve
+from fp8jax.jobs import dispatch, table
+from fp8jax.kernels.choose import Device
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ptq import apply
 from fp8jax.recipe.served import SERVED
+from fp8jax.run import restore
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,7 @@ def quantize(source, tmp_path, monkeypatch, capsys):
   text = tmp_path / "text.txt"
   text.write_text("every layer is quantized for the inputs that it will see; " * 40)
 
-  def run(recipe="w4a16", out=tmp_path / "target", **changes):
+  def run(recipe="w4a16", out=tmp_path / "target", job="quantize", **changes):
     c = debug.get_config()
     changes = {
       "model.preset": "hf", "init.hf": "", "weights.hf": str(source), "data.tokenizer": "bytes",
@@ -38,12 +43,13 @@ def quantize(source, tmp_path, monkeypatch, capsys):
     } | changes  # fmt: skip
     c.update_from_flattened_dict(changes)
     capsys.readouterr()
+    options = {"out": str(out)} if job != "train" else {}
     code = dispatch.run(
-      "quantize", c, base.get_config(), "configs/debug.py", str(tmp_path / "run"), out=str(out)
+      job, c, base.get_config(), "configs/debug.py", str(tmp_path / "run"), **options
     )
     printed, err = capsys.readouterr()
-    made = json.loads(printed[printed.index("{") :]) if not code else None
-    return types.SimpleNamespace(code=code, made=made, stderr=err, target=out)
+    made = json.loads(printed[printed.index("{") :]) if options and not code else None
+    return types.SimpleNamespace(code=code, made=made, stderr=err, target=out, config=c)
 
   return run
 
@@ -98,6 +104,58 @@ def test_every_served_recipe_passes_the_gate(quantize, recipe):
   kls = [of["kl"] for name, of in done.made["gate"].items() if name in ("fp8jax", "served")]
   # Weights that a server multiplies are those that are read: quantized activations alone differ.
   assert all(0 < kl < 0.2 for kl in kls), kls
+
+
+def test_a_checkpoint_that_was_trained_in_fp8_becomes_a_folder_in_int8(quantize, tmp_path):
+  """The checkpoint's float32 masters, to the nearest; the codes of training are not in between."""
+  trained = {
+    "weights.hf": "", "model.preset": "debug", "steps": 2, "optim.warmup_steps": 1,
+    "optim.decay_steps": 1, "eval.tokens": 0, "export.gate_text": str(tmp_path / "text.txt"),
+    **{f"model.{k}": v for k, v in harness.BLOCKS.items()},
+  }  # fmt: skip
+  assert not quantize("block_128", job="train", **trained).code
+  done = quantize("int8", **trained)
+  assert not done.code, done.stderr
+  assert done.made["step"] == 2 and done.made["codes_of_calibration"] == 14
+  spec = resolve.resolve(done.config, 1, Device("cpu"), needs=table.JOBS["quantize"].needs)
+  layers = restore.restore_params(spec, str(tmp_path / "run"))[0]["layers"]
+  folder = hf_weights.Folder(str(done.target))
+  for name, w in (("self_attn.o_proj", "attn/o"), ("mlp.down_proj", "mlp/down")):
+    key, _, site = w.partition("/")
+    w_NK = np.asarray(layers[key][site][1]).reshape(-1, 128).T
+    scale = abs(w_NK).max(1, keepdims=True) * np.float32(1 / 127)
+    stem = f"model.layers.1.{name}."
+    np.testing.assert_array_equal(folder.read(f"{stem}weight_scale"), scale)
+    np.testing.assert_array_equal(folder.read(f"{stem}weight"), oracle.cast(w_NK / scale, "int8"))
+
+
+def test_gaudi_2_gets_one_of_its_scales_with_back_off(quantize, source, tmp_path):
+  """Weights keep half of the range to 240, activations three quarters (arXiv:2503.09975)."""
+  model = shutil.copytree(source, tmp_path / "model")
+  tensors = safetensors.numpy.load_file(model / "model.safetensors")
+  tensors["model.layers.0.input_layernorm.weight"] *= 1.5  # inputs that need the room
+  tensors["model.layers.1.mlp.gate_proj.weight"] *= 3  # and weights
+  safetensors.numpy.save_file(tensors, model / "model.safetensors", {"format": "pt"})
+  plain, made = (
+    quantize(recipe, tmp_path / recipe, **{"weights.hf": str(model)})
+    for recipe in ("fp8", "fp8_gaudi2")
+  )
+  assert not made.code, made.stderr
+  folder, free, own = (hf_weights.Folder(str(f)) for f in (model, plain.target, made.target))
+
+  def hardware(amax):
+    return min(s for s in (2**-8, 2**-4, 1.0, 2**4) if amax <= 240 * s)
+
+  for layer in (0, 1):
+    stem = f"model.layers.{layer}.mlp."
+    amax = max(abs(folder.read_float(f"{stem}{n}_proj.weight")).max() for n in ("gate", "up"))
+    assert own.read(f"{stem}up_proj.weight_scale") == hardware(2 * amax)
+    assert (hardware(2 * amax) != hardware(amax)) == (layer == 1)
+    assert abs(own.read(f"{stem}up_proj.weight").astype(np.float32)).max() <= 120
+  # Layer 0's attention reads what no rounding has changed: 448 is the largest of "fp8".
+  stem = "model.layers.0.self_attn.q_proj."
+  amax = float(free.read(f"{stem}input_scale")[0]) * 448
+  assert own.read(f"{stem}input_scale") == hardware(4 * amax) != hardware(amax)
 
 
 def test_a_fold_that_changes_the_model_does_not_pass_the_gate(quantize, monkeypatch):

@@ -1,6 +1,7 @@
 """A model quantized layer by layer: what is kept, what is shared, what stays the same."""
 
 import dataclasses
+import gc
 
 import jax
 import numpy as np
@@ -71,8 +72,14 @@ def quantized(model, tmp_path, rules, *texts, said=lambda *_: None):
 
 
 def test_an_interrupted_call_goes_on_to_the_same_codes(model, tmp_path):
-  rules, told = [("layers/.*", "w4a16_g64")], []
-  whole = quantized(model, tmp_path / "whole", rules, "gptq", "bias_correction")
+  rules, told, held = [("layers/.*", "w4a16_g64")], [], []
+
+  def weigh(*_):
+    gc.collect()
+    held.append(sum(x.nbytes for x in jax.live_arrays()))
+
+  whole = quantized(model, tmp_path / "whole", rules, "gptq", "bias_correction", said=weigh)
+  assert held[1] == held[0]  # no moments, codes or activations of a finished layer stay
 
   def stop(done, of, line):
     told.append(done)
