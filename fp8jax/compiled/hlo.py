@@ -74,7 +74,7 @@ _CUBLAS = {
 
 
 @dataclasses.dataclass
-class _Instruction:
+class Instruction:
   """One line: name = shape opcode(operands), rest."""
 
   name: str
@@ -113,7 +113,7 @@ class _Inside:
   times: int = 1
   key: GemmKey | None = None
   is_recompute: bool = False
-  fusion: _Instruction | None = None
+  fusion: Instruction | None = None
 
 
 def gemms(text: str, platform: str) -> list[HloGemm]:
@@ -124,17 +124,17 @@ def gemms(text: str, platform: str) -> list[HloGemm]:
       and widens every operand.
     platform: "cpu" or "gpu".
   """
-  return list(_Program(text, platform).visit())
+  return list(Program(text, platform).visit())
 
 
-class _Program:
+class Program:
   """HLO text as computations of instructions."""
 
-  def __init__(self, text: str, platform: str):
+  def __init__(self, text: str, platform: str = "gpu"):
     self.platform, self.entry = platform, ""
-    self.computations: dict[str, dict[str, _Instruction]] = collections.defaultdict(dict)
+    self.computations: dict[str, dict[str, Instruction]] = collections.defaultdict(dict)
     self.multiplies: dict[str, bool] = {}
-    here: dict[str, _Instruction] = {}
+    here: dict[str, Instruction] = {}
     for line in text.splitlines():
       if match := _ASSIGNED.match(line):
         here[match[1]] = _instruction(match[1], match[2])
@@ -156,7 +156,7 @@ class _Program:
       callees = [callee for callee in i.called if self._multiplies(callee)]
       if not callees:
         continue
-      times = inside.times * (self._trips(i) if i.opcode == "while" else 1)
+      times = inside.times * (self.trips(i) if i.opcode == "while" else 1)
       fusion = inside.fusion or (i if i.opcode == "fusion" else None)
       # A fusion has the name of any instruction that was fused.
       is_named = i.opcode in ("while", "call", "conditional")
@@ -174,7 +174,7 @@ class _Program:
       )
     return self.multiplies[name]
 
-  def _trips(self, loop: _Instruction) -> int:
+  def trips(self, loop: Instruction) -> int:
     """How often a loop runs: as XLA says, or else the constant that it counts up to."""
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
       return int(known)
@@ -186,7 +186,7 @@ class _Program:
           return int(bound.operands[0])
     return 1
 
-  def _product(self, i: _Instruction, name: str, inside: _Inside, key) -> HloGemm | None:
+  def _product(self, i: Instruction, name: str, inside: _Inside, key) -> HloGemm | None:
     target = i.attribute(r'custom_call_target="([^"]*)"')
     if i.opcode != "dot" and not (i.opcode == "custom-call" and (target in _CUBLAS or key)):
       return None
@@ -216,7 +216,7 @@ class _Program:
     )  # fmt: skip
 
 
-def _accumulate(i: _Instruction) -> str:
+def _accumulate(i: Instruction) -> str:
   """How a dot or a cuBLAS call accumulates FP8 operands on a GPU: "fast" or "precise".
 
   XLA's rule (gemm_rewriter.cc, Triton's emitter): an algorithm says so by its name; without one,
@@ -229,7 +229,7 @@ def _accumulate(i: _Instruction) -> str:
   return "precise" if set(listed.split(",")) - {"", "default"} else "fast"
 
 
-def _compiled_by(dot: _Instruction, fusion: _Instruction | None) -> tuple[str, str]:
+def _compiled_by(dot: Instruction, fusion: Instruction | None) -> tuple[str, str]:
   """(what compiles a dot for GPU, why it would not multiply FP8 operands as they are)."""
   kind = fusion.attribute(r'"kind":"([^"]*)"') if fusion else ""
   if fusion is None or "triton" not in kind:
@@ -256,16 +256,16 @@ def _compiled_by(dot: _Instruction, fusion: _Instruction | None) -> tuple[str, s
   )
 
 
-def _instruction(name: str, text: str) -> _Instruction:
+def _instruction(name: str, text: str) -> Instruction:
   """Of "f32[2,3]{1,0} dot(%a, %b), metadata=...", or with the shape of a tuple in parentheses."""
   end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
   match = _OPCODE.match(text, end)
   if match is None:
-    return _Instruction(name, text[:end], "", [], text[end:])
+    return Instruction(name, text[:end], "", [], text[end:])
   close = _closing(text, match.end() - 1)
-  # With or without its shape an operand ends in its name; a constant is its value.
-  operands = [o.split(" ")[-1].lstrip("%") for o in text[match.end() : close].split(", ")]
-  return _Instruction(name, text[:end], match[1], operands, text[close:])
+  # With or without its shape, or a comment, an operand ends in its name; a constant is its value.
+  operands = [re.split(r" |\*/", o)[-1].lstrip("%") for o in text[match.end() : close].split(", ")]
+  return Instruction(name, text[:end], match[1], operands, text[close:])
 
 
 def _closing(text: str, start: int) -> int:
@@ -284,7 +284,7 @@ def _extents(shape: str) -> list[int]:
   return [int(n) for n in match[2].split(",") if n] if match else []
 
 
-def _contracted(lhs: str, i: _Instruction) -> int:
+def _contracted(lhs: str, i: Instruction) -> int:
   """K of a dot or of a cuBLAS call."""
   listed = i.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
   listed = listed or i.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]').replace('"', "")

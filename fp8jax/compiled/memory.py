@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from fp8jax import params as params_lib
+from fp8jax.compiled import collectives as collectives_lib
 from fp8jax.compiled import fp8_gemms, saved_tensors, workspace, xla_buffers
 from fp8jax.models import transformer
 from fp8jax.ops import stored_params
@@ -93,7 +94,8 @@ def compiled(spec: train_spec.TrainSpec, lowered) -> tuple[list[MemoryRow], dict
   said = sum(item.nbytes for item in saved)
   moment, wanted = workspace.peak(spec, said)
   there = _by_shape(held, spec, params)
-  arrays = saved_by_layers(program.as_text(), spec, params)
+  text = program.as_text()
+  arrays = saved_by_layers(text, spec, params)
   compiled_saved = sum(arrays.values())
   used = sum(value.nbytes for value in held)
   rows = [
@@ -118,6 +120,9 @@ def compiled(spec: train_spec.TrainSpec, lowered) -> tuple[list[MemoryRow], dict
     "saved_arrays": arrays,
     "fp8_gemms": fp8_gemms.summary(spec, fp8_gemms.text_of(spec, lowered, program)),
   }
+  if (mesh := spec.run.layout.mesh) is not None:
+    moved = collectives_lib.account(text, dict(mesh.shape))
+    summary["collectives"] = [dataclasses.asdict(row) for row in moved]
   return rows, summary
 
 

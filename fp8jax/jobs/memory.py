@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from fp8jax import console as console_lib
-from fp8jax.compiled import aot, memory
+from fp8jax.compiled import aot, collectives, memory
 from fp8jax.compiled.memory import MemoryRow
 from fp8jax.generation import aot as generation_aot
 from fp8jax.generation import batching, capacity
@@ -48,6 +48,8 @@ def run(
     + (f", by {', '.join(proof['by'])}" if proof["by"] else "")
     + (f"; {proof['problem']}" if proof["problem"] else "")
   )
+  for line in collectives.lines(summary.get("collectives", [])):
+    out.print(line)
   result = {"rows": [dataclasses.asdict(row) for row in rows], **summary}
   if os.path.isdir(workdir):
     provenance.write_json(workdir, "memory.json", result)

@@ -1,0 +1,160 @@
+"""What a compiled step moves between devices, read from its HLO text.
+
+Bytes are those that a device receives where a collective goes around a ring of n devices (the
+convention of nccl-tests): of an all-gather or a reduce-scatter (n - 1) / n of the whole array, of
+an all-reduce twice that. Executions are counted as hlo.py counts those of products.
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fp8jax.compiled import hlo, saved_tensors
+
+# What a device receives, of the bytes of its operand.
+_RECEIVED = {
+  "all-gather": lambda n: n - 1,
+  "reduce-scatter": lambda n: (n - 1) / n,
+  "all-reduce": lambda n: 2 * (n - 1) / n,
+  "all-to-all": lambda n: (n - 1) / n,
+  "ragged-all-to-all": lambda n: (n - 1) / n,
+  "collective-permute": lambda n: 1,
+}
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_OF_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """Collectives of a step that are alike.
+
+  Attributes:
+    kind: HLO's name of the operation.
+    dtype: HLO's name of what is on the wire, "f32" or "u8".
+    axes: of the mesh, that it spans.
+    is_async: whether other work may run while it does.
+    count: executions per step.
+    nbytes: that a device receives per step.
+  """
+
+  kind: str
+  dtype: str
+  axes: tuple[str, ...]
+  is_async: bool
+  count: int
+  nbytes: int
+
+  def __str__(self):
+    how = "asynchronous" if self.is_async else "synchronous"
+    return (
+      f"{self.kind} of {self.dtype} over {', '.join(self.axes)}: {self.count} per step, {how}, "
+      f"{self.nbytes / 1e9:.3f} GB"
+    )
+
+
+def account(text: str, mesh: Mapping[str, int]) -> list[Collective]:
+  """The collectives of a program, those of the most bytes first; a group of one moves nothing.
+
+  Args:
+    text: compiled HLO.
+    mesh: {axis: its size}, in the order of devices.
+  """
+  program = hlo.Program(text)
+  total: dict[tuple, list[float]] = collections.defaultdict(lambda: [0, 0.0])
+  for i, table, times, is_async in _collectives(program, program.entry, 1, False, {}):
+    kind = i.opcode.removesuffix("-start")
+    axes, size = _span(i.rest, mesh)
+    if size == 1:
+      continue
+    of_dtype: dict[str, int] = collections.defaultdict(int)
+    for name in i.operands:
+      for dtype, dims in _ARRAY.findall(table[name].shape):
+        elements = math.prod(int(n) for n in dims.split(",") if n)
+        of_dtype[dtype] += saved_tensors.nbytes(dtype, elements)
+    dtype = max(of_dtype, key=lambda d: of_dtype[d])
+    row = total[kind, dtype, axes, is_async]
+    row[0] += times
+    row[1] += times * sum(of_dtype.values()) * _RECEIVED[kind](size)
+  rows = [Collective(*key, int(n), round(nbytes)) for key, (n, nbytes) in total.items()]
+  return sorted(rows, key=lambda row: -row.nbytes)
+
+
+def lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Of Collectives as dictionaries, but for those that move less than a thousandth of the most."""
+  most = max((row["nbytes"] for row in rows), default=0)
+  return [f"moves: {Collective(**row)}" for row in rows if row["nbytes"] * 1000 >= most]
+
+
+def _collectives(
+  program: hlo.Program, name: str, times: int, is_async: bool, known: dict[str, bool]
+) -> Iterator[tuple[hlo.Instruction, dict[str, hlo.Instruction], int, bool]]:
+  """(instruction, its computation, executions, whether it is asynchronous) of a computation."""
+  table = program.computations[name]
+  for i in table.values():
+    starts = i.opcode.endswith("-start")
+    apart = is_async or (starts and '"is_sync":true' not in i.rest)
+    if i.opcode.removesuffix("-start") in _RECEIVED:
+      yield i, table, times, apart
+      continue
+    own = times * (program.trips(i) if i.opcode == "while" else 1)
+    for callee in i.called:
+      if _has(program, callee, known):
+        yield from _collectives(program, callee, own, apart, known)
+
+
+def _has(program: hlo.Program, name: str, known: dict[str, bool]) -> bool:
+  """Whether a computation, or one that it calls, has a collective."""
+  if name not in known:
+    known[name] = any(
+      i.opcode.removesuffix("-start") in _RECEIVED
+      or any(_has(program, callee, known) for callee in i.called)
+      for i in program.computations[name].values()
+    )
+  return known[name]
+
+
+def _span(rest: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+  """(the axes of a mesh that a group of a collective spans, its devices). Axes of size 1 are left
+  out; a part of an axis is named by its devices."""
+  wide = tuple(a for a, n in mesh.items() if n > 1)
+  first = _first_group(rest, math.prod(mesh.values()))
+  for count in range(len(wide) + 1):
+    for axes in itertools.combinations(wide, count):
+      if {*first} == {*_along(axes, mesh)}:
+        return axes, len(first)
+  return (f"groups of {len(first)}",), len(first)
+
+
+def _along(axes: Collection[str], mesh: Mapping[str, int]) -> list[int]:
+  """The devices of a mesh that differ from device 0 along these axes alone."""
+  place = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+  return place[tuple(slice(None) if a in axes else 0 for a in mesh)].ravel().tolist()
+
+
+def _first_group(rest: str, devices: int) -> list[int]:
+  """The devices of the first group; of a permutation those that device 0 reaches."""
+  if match := _OF_MESH.search(rest):
+    sizes = {a: int(n) for a, n in re.findall(r"'([^']+)'=(\d+)", match[1])}
+    return _along(re.findall(r"'([^']+)'", match[2]), sizes)
+  if match := _IOTA.search(rest):
+    shape, dims, order = ([int(n) for n in (part or "").split(",") if n] for part in match.groups())
+    of_all = np.arange(math.prod(dims)).reshape(dims)
+    groups = (of_all.transpose(order) if order else of_all).reshape(shape)
+    return groups[0].tolist()
+  if match := _LISTED.search(rest):
+    return [int(n) for n in match[1].split(",")]
+  if "source_target_pairs" not in rest:
+    return list(range(devices))
+  pairs = re.findall(r"\{(\d+),(\d+)\}", rest.partition("source_target_pairs=")[2])
+  to, group = {int(a): int(b) for a, b in pairs}, [0]
+  while (following := to.get(group[-1], 0)) not in group:
+    group.append(following)
+  return group
