@@ -83,7 +83,10 @@ def account(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     row = total[kind, dtype, axes, is_async]
     row[0] += times
     row[1] += times * sum(of_dtype.values()) * _RECEIVED[kind](size)
-  rows = [Collective(*key, int(n), round(nbytes)) for key, (n, nbytes) in total.items()]
+  rows = [
+    Collective(kind, dtype, axes, is_async, int(count), round(nbytes))
+    for (kind, dtype, axes, is_async), (count, nbytes) in total.items()
+  ]
   return sorted(rows, key=lambda row: -row.nbytes)
 
 

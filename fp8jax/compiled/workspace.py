@@ -14,7 +14,7 @@ import jax
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.mixer import GemmSite
-from fp8jax.step import train_spec, train_step
+from fp8jax.step import gradients, train_spec, train_step
 
 GRADIENTS, SAVED = "gradients of layers", "saved for backward"
 VOCABULARY = "embedding, head: gradients, logits"
@@ -142,7 +142,7 @@ def _sums(spec, of) -> int:
 
 
 def _gradients(spec, of) -> int:
-  tree = train_step.abstract_gradients(spec)
+  tree = gradients.abstract(spec)
   leaves = jax.tree.leaves([tree[name] for name in of if name in tree])
   return sum(math.prod(local_shape(x)) * x.dtype.itemsize for x in leaves)
 

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from fp8jax import axes
 from fp8jax import params as params_lib
 from fp8jax.models import attention_gqa, heads, invariant, lora, mlp_swiglu, rope, unit_scaling
+from fp8jax.models import embedding as embedding_lib
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
 from fp8jax.ops import cross_entropy, policy_gradient, prologue, residuals, row_tiles, stored_params
@@ -120,9 +121,9 @@ def loss(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
 
 def loss_and_aux(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """(`loss`, Aux of all layers added up). Training differentiates the loss and aux.losses."""
-  # A tied embedding is read once.
-  read = stored_params.value({k: p for k, p in params.items() if k != "layers"})
-  params = {**read, "layers": params["layers"]}
+  # A tied embedding is read once; one whose gradient has parts, as embedding and as head.
+  ends = {k: p for k, p in params.items() if k != "layers" and not stored_params.parts_of(p)}
+  params = {**params, **stored_params.value(ends)}
   x_BLD, aux = _after_last(params, sites, batch, cfg, run)
   loss, sums = head_loss(x_BLD, params, sites, batch, cfg, run)
   return loss, dataclasses.replace(aux, sums=sums)
@@ -164,9 +165,7 @@ def hidden_and_aux(params, sites, batch, cfg: ModelConfig, run: ComputeConfig, s
 
 def embed(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """The input of the first layer: tokens embedded, [B, L, D] in the compute dtype."""
-  embed = stored_params.value(params["embed"])
-  embed = unit_scaling.parameter(embed, batch["tokens_BL"].size * cfg.hidden_size, cfg, run)
-  x_BLD = jnp.take(embed, batch["tokens_BL"], axis=0, mode="clip").astype(run.dtype)
+  x_BLD = embedding_lib.embedded(params["embed"], batch["tokens_BL"], cfg, run)
   return observed(axes.constrain(x_BLD, "BLD", run.layout), sites, "embed")
 
 
@@ -204,16 +203,18 @@ def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig)
     return _policy_loss(x_BLD, params, sites, batch, cfg, run)
   if run.is_invariant:
     return _invariant_head_loss(x_BLD, params, sites, batch, cfg, run)
-  params = stored_params.value({k: p for k, p in params.items() if k != "layers"})
   head, eqn = _head(params, cfg)
-  h_BLD = normalised(x_BLD, params, sites, cfg, run)
+  parts = stored_params.parts_of(head)
+  head = stored_params.terms(head) if parts else stored_params.value(head)
+  norm = stored_params.value({"norm": params["norm"]})
+  h_BLD = normalised(x_BLD, norm, sites, cfg, run)
   h_BLD, head = unit_scaling.head(h_BLD, head, cfg, run)
   loss, by_source, parts = cross_entropy_by_source(
     h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk,
     is_frozen=cfg.lora is not None, logits_site=sites.get("logits"),
     sources_BL=batch.get("sources_BL"), num_sources=run.num_sources,
     gradient_gain=unit_scaling.loss_gain(cfg), teacher=batch.get("teacher"),
-    temperature=run.temperature,
+    temperature=run.temperature, parts=parts,
   )  # fmt: skip
   sums = {"by_source": by_source, "distill": parts}
   return loss, {name: value for name, value in sums.items() if value is not None}

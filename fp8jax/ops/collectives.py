@@ -83,11 +83,18 @@ def tiles_fit(
   return True
 
 
-def scatter_gradient(dw, letters: str, contracted: str, layout: axes.Layout):
-  """dw {sum over the axes of the contracted letters} -> dw[at rest]."""
+def scatter_gradient(
+  dw, letters: str, contracted: str, layout: axes.Layout, later: tuple[str, ...] = ()
+):
+  """dw {sum over the axes of the contracted letters} -> dw[at rest].
+
+  Args:
+    later: of these axes, which split no letter of dw; the sum over them is left to the caller, and
+      the result is a term of it, [1, dw at rest].
+  """
   if layout.is_manual:
     return dw
-  remaining = dict.fromkeys(layout.act_axes_of(contracted))
+  remaining = dict.fromkeys(a for a in layout.act_axes_of(contracted) if a not in later)
   for axis, letter in enumerate(letters):
     for name in extra_axes(layout, letter):
       if name in remaining:
@@ -98,7 +105,8 @@ def scatter_gradient(dw, letters: str, contracted: str, layout: axes.Layout):
         part = dw.shape[axis] // layout.size((name,))
         start = jax.lax.axis_index(name) * part
         dw = jax.lax.dynamic_slice_in_dim(dw, start, part, axis=axis)
-  return jax.lax.psum(dw, tuple(remaining)) if remaining else dw
+  dw = jax.lax.psum(dw, tuple(remaining)) if remaining else dw
+  return dw[None] if later else dw
 
 
 def on_mesh(local, layout: axes.Layout, in_specs, out_specs) -> Callable:

@@ -24,6 +24,7 @@ from fp8jax import axes
 from fp8jax.ops import collectives, gemm_spec, linear, observe
 from fp8jax.ops.gemm_spec import Role
 from fp8jax.ops.site import ActivationSite, ScalingInputs, Site
+from fp8jax.ops.stored_params import Parts
 from fp8jax.quantization import tensor_stats
 
 
@@ -57,7 +58,7 @@ def cross_entropy_by_source(
   h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chunk: int, *,
   is_frozen: bool = False, logits_site: ActivationSite | None = None, sources_BL=None,
   num_sources: int = 0, gradient_gain: float = 1.0, teacher: Teacher | None = None,
-  temperature: float = 1.0,
+  temperature: float = 1.0, parts: Parts | None = None,
 ):  # fmt: skip
   """Sum over tokens of weight * -log p(target), and sums beside it.
 
@@ -75,6 +76,7 @@ def cross_entropy_by_source(
     gradient_gain: factor of the gradient of logits, and so of all behind it.
     teacher: makes the loss `Teacher`'s; it has no gradient.
     temperature: divides the logits; 1 with a teacher, which has its own.
+    parts: of the head's gradient, whose terms stay apart; `head` then has a first axis of them.
 
   Returns:
     (float32 scalar, float32 [num_sources, 2] or None, float32 [2] or None). The scalar over the sum
@@ -83,7 +85,7 @@ def cross_entropy_by_source(
     distributions at its temperature. Only the scalar is differentiated.
   """
   site.claim()
-  static = (eqn, chunk, is_frozen, num_sources, gradient_gain, temperature)
+  static = (eqn, chunk, is_frozen, num_sources, gradient_gain, temperature, parts)
   loss, *sums = _cross_entropy(
     static, h_BLD, head, targets_BL, weights_BL, sources_BL, teacher, site, logits_site
   )
@@ -102,13 +104,15 @@ def _fwd(static, *args):
 
 def _run(static, *args, is_differentiated: bool):
   """(sums, gradients of h and head, statistics of the site and of the logits); or (sums,)."""
-  eqn, chunk, is_frozen, num_sources, gain, t = static
+  eqn, chunk, is_frozen, num_sources, gain, t, parts_of_head = static
   *arrays, teacher, site, logits_site = args
   letters, layout = eqn.partition(",")[2].partition("->")[0], site.layout
+  later = parts_of_head.axes if parts_of_head else ()
 
   def local(h, head, targets, weights, sources, teacher, tap, inputs):
     # The site as seen from inside the loop's own `shard_map`.
     inside, dtype = dataclasses.replace(site, tap=tap, layout=layout.manual()), head.dtype
+    head = head[0] if parts_of_head else head
     # For compute; FP8 recipes quantize it from the master copy.
     head = head if site.recipe.fwd.is_quantized else head.astype(h.dtype)
     head = collectives.gather_weight(head, letters, layout)
@@ -150,12 +154,13 @@ def _run(static, *args, is_differentiated: bool):
     return (
       sums,
       collectives.sum_over(dh, layout, "V"),
-      dhead if is_frozen else collectives.scatter_gradient(dhead, letters, "BL", layout),
+      dhead if is_frozen else collectives.scatter_gradient(dhead, letters, "BL", layout, later),
       *(None if one is None else tensor_stats.over_mesh(one, everywhere) for one in stats),
     )
 
   rows, of_h, of_head = *map(layout.act_spec, ("BL", "BLD")), layout.weight_spec(letters)
   of_teacher = teacher and dataclasses.replace(teacher, h_BLD=of_h, head=of_head, site=P())
+  of_head = P(later, *of_head) if later else of_head
   inputs = (of_h, of_head, rows, rows, rows, of_teacher, P(), P())
   outputs = (P(), of_h, P() if is_frozen else of_head, P(), P())
   run = collectives.on_mesh(local, layout, inputs, outputs if is_differentiated else outputs[:1])

@@ -54,7 +54,7 @@ from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role
 from fp8jax.ops.operands import Operand
 from fp8jax.ops.prologue import Prologue
 from fp8jax.ops.site import ScalingInputs
-from fp8jax.ops.stored_params import cotangent, gemm_operand, is_stored, residual_view
+from fp8jax.ops.stored_params import cotangent, gemm_operand, is_stored, parts_of, residual_view
 from fp8jax.quantization import hadamard, tensor_stats
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.recipe.gemm import Recipe
@@ -231,7 +231,7 @@ def gradients(specs, residuals: Residuals, gs):
       else:
         (x_wgrad,) = provider.make(spec, n, i, (Role.X_WGRAD,))
       dtype = jnp.float32 if is_stored(stored_w) else w.dtype
-      dw = weight_gradient(spec, x_wgrad, g_wgrad, dtype, i, w)
+      dw = weight_gradient(spec, x_wgrad, g_wgrad, dtype, i, w, parts_of(stored_w))
       dws.append(cotangent(stored_w, dw))
     stats_x, stats_w = residuals.stats[n]
     stats_x = provider.amax if stats_x is None else stats_x
@@ -318,24 +318,27 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs, x=None):
   return straight.cotangent(spec, Role.X_FWD, x, dx, inputs, spec.x_dtype)
 
 
-def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs, w=None):
+def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs, w=None, parts=None):
   """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes only the weight is split on}.
 
   Args:
     w: the weight, for recipes that `straight.is_needed` names.
+    parts: Parts of which dw is wished, see straight.axes_of_terms.
   """
-  s, layout = spec.letters, spec.layout
+  s, layout, later = spec.letters, spec.layout, straight.axes_of_terms(spec, parts)
 
   def local(x, g, inputs):
     a = operands.operand(spec, Role.X_WGRAD, x, inputs)
     b = operands.operand(spec, Role.G_WGRAD, g, inputs)
     is_final = not straight.is_needed(spec, Role.W_FWD)
     dw = product(spec, "wgrad", a, b, dtype if is_final else jnp.float32, inputs)
-    return collectives.scatter_gradient(operands.unflatten(dw, a, b, s.w), s.w, s.tokens, layout)
+    dw = operands.unflatten(dw, a, b, s.w)
+    return collectives.scatter_gradient(dw, s.w, s.tokens, layout, later)
 
   in_specs = ((Role.X_WGRAD, x), (Role.G_WGRAD, g))
   specs = (*(spec.partition_spec(role, t) for role, t in in_specs), _P())
-  dw = collectives.on_mesh(local, layout, specs, layout.weight_spec(s.w))(x, g, inputs)
+  place = _P(later, *layout.weight_spec(s.w)) if later else layout.weight_spec(s.w)
+  dw = collectives.on_mesh(local, layout, specs, place)(x, g, inputs)
   return straight.cotangent(spec, Role.W_FWD, w, dw, inputs, dtype)
 
 

@@ -9,6 +9,10 @@ In training, a parameter that is no float32 array, or whose gradient is none, is
 parameter and a placeholder, zeros in the format of the gradient. The gradient is the placeholder's
 cotangent. Each layer's backward pass converts it, so that float32 gradients of one layer exist at a
 time. Placeholders are never read and leave nothing in the compiled program.
+
+Microbatches on a mesh: the gradients of all devices that hold the same weight need one sum per
+step, not one per microbatch. Such a Weight's gradient has an axis more, of `Parts`, along which
+every device keeps its own terms until the step adds them up.
 """
 
 import dataclasses
@@ -24,6 +28,23 @@ from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import Quant
 
 
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """The terms of a sum over devices that is still to be made, as a first axis of an array.
+
+  Attributes:
+    axes: of the mesh, that split it.
+    count: of devices along them.
+  """
+
+  axes: tuple[str, ...]
+  count: int
+
+  def of_whole(self, x):
+    """The terms of an x that is the sum already: itself and zeros."""
+    return jnp.zeros((self.count, *x.shape), x.dtype).at[0].set(x)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weight:
@@ -36,6 +57,7 @@ class Weight:
     autoscale: that of `quantized_tensor.pack`, or None; one per layer too.
     quant: format of the gradient; None for float32.
     is_frozen: whether it has no gradient; placeholder and key are then None.
+    parts: of a float32 gradient that is summed over devices later; None for one that is the sum.
   """
 
   stored: Any
@@ -44,6 +66,7 @@ class Weight:
   autoscale: Any = None
   quant: Quant | None = dataclasses.field(default=None, metadata=dict(static=True))
   is_frozen: bool = dataclasses.field(default=False, metadata=dict(static=True))
+  parts: Parts | None = dataclasses.field(default=None, metadata=dict(static=True))
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -92,7 +115,8 @@ def with_grad_placeholders(tree):
   def one(w):
     if not isinstance(w, Weight) or w.is_frozen:
       return w
-    return dataclasses.replace(w, placeholder=grad_placeholder(w.stored, w.quant, 0))
+    placeholder = grad_placeholder(w.stored, w.quant, 0, w.parts)
+    return dataclasses.replace(w, placeholder=placeholder)
 
   return jax.tree.map(one, tree, is_leaf=is_stored)
 
@@ -103,12 +127,15 @@ def frozen(w) -> Weight:
 
 
 def cotangent(w, g):
-  """The cotangent of a parameter from the cotangent g of its `compute_copy`; None if frozen."""
+  """The cotangent of a parameter from the cotangent g of its `compute_copy`, or from the terms of
+  that of which it has Parts; None if frozen."""
   if is_frozen(w):
     return None
   if not isinstance(w, Weight):
     return g
-  return Weight(None, _stored_gradient(w, g), None, None, w.quant)
+  if w.parts and g.ndim == len(w.shape):
+    g = w.parts.of_whole(g)
+  return Weight(None, _stored_gradient(w, g), None, None, w.quant, parts=w.parts)
 
 
 def value(tree):
@@ -124,6 +151,24 @@ def _read(w):
 _read.defvjp(lambda w: (compute_copy(w), residual_view(w)), lambda w, g: (cotangent(w, g),))
 
 
+def parts_of(w) -> Parts | None:
+  """Of a parameter's gradient, see Weight."""
+  return w.parts if isinstance(w, Weight) else None
+
+
+@jax.custom_vjp
+def terms(w):
+  """`compute_copy` of a parameter with Parts, once for each of them: [parts, *shape].
+
+  The cotangents of its copies are the terms of the parameter's.
+  """
+  value = compute_copy(w)
+  return jnp.broadcast_to(value[None], (w.parts.count, *value.shape))
+
+
+terms.defvjp(lambda w: (terms(w), residual_view(w)), lambda w, g: (cotangent(w, g),))
+
+
 def dequantize_tree(tree):
   """Every parameter or moment of a tree as a float32 array."""
   return jax.tree.map(
@@ -133,16 +178,18 @@ def dequantize_tree(tree):
   )
 
 
-def grad_placeholder(param, quant: Quant | None, lead: int):
+def grad_placeholder(param, quant: Quant | None, lead: int, parts: Parts | None = None):
   """Zeros like the gradient of a parameter.
 
   Args:
     param: array, QuantizedTensor or SplitFloat32, or anything with a shape.
     quant: format of its gradient; None for float32.
     lead: number of first axes along which every entry is a tensor with scales of its own.
+    parts: of a float32 gradient; their axis comes after those.
   """
   if quant is None:
-    return jnp.zeros(param.shape, jnp.float32)
+    counts = (parts.count,) if parts else ()
+    return jnp.zeros((*param.shape[:lead], *counts, *param.shape[lead:]), jnp.float32)
   like = jax.ShapeDtypeStruct(param.shape, jnp.float32)
   key = jax.eval_shape(jax.random.key, 0)
   packed = jax.eval_shape(

@@ -18,6 +18,7 @@ from fp8jax.ops import collectives, operands, prologue
 from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.quantizer import Quantizer
 from fp8jax.ops.site import ScalingInputs
+from fp8jax.ops.stored_params import Parts
 from fp8jax.quantization import hadamard, quantize, rounding, scaled_matrix
 from fp8jax.recipe.gemm import Estimator, TrustMask
 from fp8jax.recipe.quant import CURRENT, Quant
@@ -30,6 +31,14 @@ def is_needed(spec: GemmSpec, role: Role) -> bool:
 
 def _estimator(spec: GemmSpec, role: Role) -> Estimator | None:
   return spec.recipe.estimate_x if role.tensor == "x" else spec.recipe.estimate_w
+
+
+def axes_of_terms(spec: GemmSpec, parts: Parts | None) -> tuple[str, ...]:
+  """The mesh axes whose devices may keep their terms of a weight's gradient: those of its Parts, or
+  none, where no product splits its tokens so, or a mask or rotation wants the sum."""
+  axes = parts.axes if parts else ()
+  splits = {*spec.layout.act_axes_of(spec.letters.tokens)}
+  return axes if {*axes} <= splits and not is_needed(spec, Role.W_FWD) else ()
 
 
 def cotangent(spec: GemmSpec, role: Role, t, d, inputs: ScalingInputs, dtype):

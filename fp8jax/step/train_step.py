@@ -11,15 +11,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import params as params_lib
 from fp8jax.kernels import choose
-from fp8jax.models import transformer, unit_scaling
+from fp8jax.models import transformer
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.ops import site_tree, stored_params
+from fp8jax.ops import stored_params
 from fp8jax.optim import gradients as gradients_lib
 from fp8jax.optim import groups, param_stats, storage, update
 from fp8jax.optim import schedule as schedule_lib
 from fp8jax.quantization import tensor_stats
 from fp8jax.step import distillation, layerwise, loss_scale, metrics, train_spec
+from fp8jax.step.gradients import gradients
 from fp8jax.step.state import State, StepFn
 
 
@@ -122,104 +123,6 @@ def _init_param(leaf, param, *abstract):
 def _initial_grad_autoscale(spec: train_spec.TrainSpec):
   quant = storage.GRADIENTS[spec.optim.grad_format]
   return gradients_lib.init_grad_autoscale(quant, spec.grad_accum_steps)
-
-
-def gradients(
-  spec: train_spec.TrainSpec, params, sites, batch, scale=None, step: Any = 0, grad_autoscale=None,
-  teacher=None,
-):  # fmt: skip
-  """(mean loss, gradients, {site: tensor statistics}, Aux) of a batch [B, L], or [A, B, L].
-
-  The loss is one mean over all tokens of the step, however they are split into A microbatches, and
-  has the aux losses of mixers in it; Aux are sums over tokens. Gradients of microbatches add in
-  optim.grad_format; amaxes of sites combine by maximum, counts by sum.
-
-  Args:
-    params: as the state has them.
-    sites: their scaling states are amaxes of the unscaled loss's gradients.
-    scale: of the loss while it is differentiated, a power of two; taken out again of all results.
-    step: number of steps taken, for gradients that are rounded stochastically.
-    grad_autoscale, teacher: of State; of distillation.py.
-  """
-  total, leaves = jnp.maximum(batch["weights_BL"].sum(), 1), spec.leaves
-  if scale is not None:
-    sites = scaling_lib.with_scaled_gradients(sites, scale)
-  sinks = jax.tree.map(_sink, leaves, params)
-
-  def of_one(batch, micro, sites):
-    batch = distillation.taught(spec, params, batch, teacher)
-
-    def loss(sinks, taps):
-      pair = functools.partial(_weight, step=step, micro=micro, grad_autoscale=grad_autoscale)
-      weights = jax.tree.map(pair, leaves, params, sinks)
-      own = (weights, site_tree.with_taps(sites, taps), batch, spec.model, spec.run)
-      value, aux = transformer.loss_and_aux(*own)
-      value = unit_scaling.mean(sum(aux.losses.values(), start=value), total, spec.model)
-      return value if scale is None else value * scale, aux
-
-    differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    (value, aux), (gradient, stats) = differentiate(sinks, site_tree.taps(sites))
-    if spec.run.layout.mesh is not None:
-      places = jax.tree.map(lambda x: x.sharding, abstract_gradients(spec))
-      gradient = jax.lax.with_sharding_constraint(gradient, places)
-    if scale is not None:
-      value, gradient = value / scale, gradients_lib.scaled(gradient, 1 / scale)
-      stats = scaling_lib.with_unscaled_gradients(sites, stats, scale)
-    return value, gradient, stats, aux
-
-  if spec.grad_accum_steps == 1:
-    value, gradient, stats, aux = of_one(batch, 0, sites)
-    return value, gradient, site_tree.by_name(sites, stats), aux
-
-  def add(carry, xs):
-    micro, batch = xs
-    # Random keys of its own: with the same ones rounding errors would be the same and add up.
-    value, gradient, stats, aux = of_one(batch, micro, site_lib.with_folded_keys(sites, micro))
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(spec.seed), step), micro)
-    sums = gradients_lib.add(carry[1], gradient, key)
-    return (carry[0] + value, sums, jax.tree.map(tensor_stats.combine, carry[2], stats)), aux
-
-  nothing = jax.tree.map(lambda tap: tensor_stats.nothing(tap.shape), site_tree.taps(sites))
-  start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, sinks), nothing)
-  of_all = (jnp.arange(spec.grad_accum_steps), batch)
-  (value, gradient, stats), aux = jax.lax.scan(add, start, of_all)
-  return value, gradient, site_tree.by_name(sites, stats), aux.sum()
-
-
-def _sink(leaf, param):
-  """The differentiated value: the parameter itself where it and its gradient are plain arrays."""
-  if leaf.is_frozen:
-    return ()
-  if leaf.gradient is None and not stored_params.is_stored(param):
-    return param
-  return stored_params.grad_placeholder(param, leaf.gradient, leaf.lead)
-
-
-def _weight(leaf, param, sink, *, step, micro, grad_autoscale):
-  if leaf.is_frozen:  # norms and biases are no GEMM's: arrays as they are
-    return param if leaf.master is None else stored_params.frozen(param)
-  if leaf.gradient is None and not stored_params.is_stored(param):
-    return sink
-  key = jax.random.fold_in(jax.random.fold_in(jax.random.key(leaf.seed + 2), step), micro)
-  mu = grad_autoscale.get("mu") if grad_autoscale else None
-  if leaf.lead:
-    key = jax.random.split(key, param.shape[0])
-    mu = None if mu is None else jnp.broadcast_to(mu, param.shape[:1])
-  return stored_params.Weight(param, sink, key, mu, leaf.gradient)
-
-
-def abstract_gradients(spec: train_spec.TrainSpec):
-  """Shapes, dtypes and shardings of gradients: they lie as their parameters do."""
-  params = params_lib.abstract(spec.declaration, spec.model.dims, spec.run.layout)
-
-  def one(leaf, p):
-    if leaf.is_frozen:
-      return ()
-    return update.placed(
-      jax.eval_shape(lambda: stored_params.grad_placeholder(p, leaf.gradient, leaf.lead)), p
-    )
-
-  return jax.tree.map(one, spec.leaves, params)
 
 
 def stops_on_nonfinite(spec: train_spec.TrainSpec, scale=None):

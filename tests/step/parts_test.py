@@ -1,0 +1,92 @@
+"""Gradients of microbatches on a mesh: summed over devices once a step, to the same numbers."""
+
+import functools
+
+import harness
+import jax
+import numpy as np
+import pytest
+
+from fp8jax import params as params_lib
+from fp8jax.compiled import collectives
+from fp8jax.data import batch_sharding
+from fp8jax.step import gradients, train_step
+
+SHAPE = (4, 2, 1)
+SMALL = {"model.num_layers": 2, "memory.loss_chunk": 64, "seq_len": 64, "global_batch": 32}
+PLAIN = {"precision.rules": ((".*", "bf16"),), **SMALL}
+CASES = {
+  "tied, BF16 masters": PLAIN | {
+    "model.tie_embeddings": True, "optim.master_format": "bf16_remainder",
+  },
+  "a head of its own, layers recomputed": PLAIN | {
+    "model.tie_embeddings": False, "memory.save_layer_inputs": "bf16",
+    "memory.remat_policy": "full",
+  },
+  "unit scaling": SMALL | {
+    "precision.rules": (("head", "unit_head"), (".*", "unit_scaling")), "model.unit_scaling": "all",
+    "model.residual_tau": 0.36, "model.init_std": 1.0, "model.tie_embeddings": False,
+    "optim.grad_clip_norm": 0.0,
+  },
+  "masked": PLAIN | {"precision.rules": (("layers/.*", "fp4_dge"), ("head", "bf16"))},
+  "adapters": PLAIN | {"model.lora.rank": 4, "model.lora.base": "bf16"},
+}  # fmt: skip
+
+
+def spec_of(changes, microbatches=2, shape=SHAPE):
+  c = harness.tiny_config("bf16", **changes, grad_accum_steps=microbatches)
+  return harness.tiny_spec(c, shape)
+
+
+def differentiated(spec):
+  """(compiled program of the gradients, its arguments)."""
+  rng = np.random.default_rng(0)
+  shape = (spec.global_batch, spec.data.seq_len)
+  tokens = rng.integers(0, spec.model.vocab_size, (shape[0], shape[1] + 1)).astype(np.int32)
+  batch = {
+    "tokens_BL": tokens[:, :-1], "targets_BL": tokens[:, 1:],
+    "weights_BL": rng.integers(0, 2, shape).astype(np.float32),  # uneven among devices
+    "positions_BL": np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
+    "segments_BL": np.ones(shape, np.int32),
+  }  # fmt: skip
+  sharder = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
+  params = train_step.make_state(spec).params
+  take = jax.jit(functools.partial(gradients.gradients, spec))
+  arguments = params, spec.sites(), sharder.place(batch)
+  return take.lower(*arguments).compile(), arguments
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_gradients_are_those_of_one_device(changes):
+  (program, arguments), (one, of_one) = (
+    differentiated(spec_of(changes, shape=shape)) for shape in (SHAPE, None)
+  )
+  loss, found, *_ = jax.device_get(program(*arguments))
+  want_loss, wanted, *_ = jax.device_get(one(*of_one))
+  np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+  # Another order of float32 sums; of copies in 16 bits some are rounded the other way.
+  bound = 1e-3 if "memory.save_layer_inputs" in changes else 1e-5
+  found, wanted = params_lib.flatten(found), params_lib.flatten(wanted)
+  for path, want in wanted.items():
+    if not isinstance(want, tuple):  # frozen
+      want = np.asarray(want, np.float64)
+      assert np.linalg.norm(found[path] - want) <= bound * np.linalg.norm(want), path
+
+
+def test_weights_are_summed_over_devices_once_however_many_microbatches():
+  spec = spec_of(CASES["a head of its own, layers recomputed"], microbatches=4)
+  rows = collectives.account(differentiated(spec)[0].as_text(), dict(spec.run.layout.mesh.shape))
+  (of_data,) = [r for r in rows if r.kind == "all-reduce" and r.axes == ("data",)]
+  declared = params_lib.flatten(spec.declaration).values()
+  sizes = [np.prod([spec.model.dims[c] for c in p.letters]) for p in declared if len(p.letters) > 2
+           or p.letters in ("VD", "DV")]  # fmt: skip
+  # float32 of a device's half; around a ring of four devices twice three quarters of it.
+  assert of_data.nbytes == sum(sizes) // 2 * 4 * 2 * 3 // 4
+
+
+def test_a_gradient_in_fewer_bits_is_summed_as_it_was():
+  """A sum of codes would be another rounding: each microbatch's is made of the whole sum."""
+  spec = spec_of(PLAIN | {"optim.grad_format": "bf16_sr"})
+  rows = collectives.account(differentiated(spec)[0].as_text(), dict(spec.run.layout.mesh.shape))
+  of_data = [r for r in rows if r.kind == "all-reduce" and r.axes == ("data",)]
+  assert sum(r.count for r in of_data) >= 2
