@@ -17,6 +17,8 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fp8jax.recipe.quant import Quant
+
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -36,6 +38,7 @@ class Layout:
     is_manual: True inside a `shard_map` region. Scales still see the whole tensor; partial sums and
       weight gathers are then the caller's.
     microbatches: parts of a step's tokens, one after the other; an array has those of one.
+    wire: format in which devices send each other their terms of a weight's gradient; None: float32.
   """
 
   mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
@@ -43,6 +46,7 @@ class Layout:
   acts: Rules = ()
   is_manual: bool = False
   microbatches: int = 1
+  wire: Quant | None = None
 
   def weight_axes(self, letter: str) -> tuple[str, ...]:
     return dict(self.weights).get(letter, ()) if self.mesh is not None else ()

@@ -11,6 +11,7 @@ from fp8jax.config.needs import Needs
 from fp8jax.errors import ConfigErrors
 from fp8jax.models import transformer
 from fp8jax.ops import site_tree
+from fp8jax.optim import storage
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import WHOLE
@@ -32,7 +33,8 @@ def read(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigError
   if math.prod(shape) == 1:
     return axes.Layout(microbatches=c.grad_accum_steps)
   tables = axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
-  layout = axes.Layout(make_mesh(shape), *tables, microbatches=c.grad_accum_steps)
+  wire = storage.WIRES.get(c.optim.grad_wire)  # an unknown one is refused with its section
+  layout = axes.Layout(make_mesh(shape), *tables, microbatches=c.grad_accum_steps, wire=wire)
   return layout.served() if needs.is_served(c) else layout
 
 

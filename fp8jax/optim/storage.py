@@ -248,6 +248,15 @@ GRADIENTS: dict[str, Quant | None] = {
 }
 
 
+# Of a gradient's terms on their way between devices, which are summed in float32 there
+# (ops/collectives.py).
+WIRES: dict[str, Quant | None] = {
+  "float32": None,
+  "bf16": Quant(BF16, scale=Scale.NONE),
+  "e4m3": Quant(E4M3, (1, 128)),
+}
+
+
 def nbytes(quant: Quant | None) -> float:
   """Bytes per element of a large moment or gradient."""
   return 4.0 if quant is None else quantized_tensor.nbytes(quant)

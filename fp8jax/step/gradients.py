@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import params as params_lib
 from fp8jax.models import transformer, unit_scaling
+from fp8jax.ops import collectives, site_tree, stored_params
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.ops import site_tree, stored_params
 from fp8jax.optim import gradients as gradients_lib
 from fp8jax.optim import update
 from fp8jax.quantization import tensor_stats
@@ -83,7 +83,8 @@ def gradients(
   of_all = (jnp.arange(spec.grad_accum_steps), batch)
   (value, gradient, stats), aux = jax.lax.scan(add, start, of_all)
   if spec.run.layout.mesh is not None:
-    gradient = jax.tree.map(_summed, leaves, gradient, parts)
+    summed = functools.partial(_summed, layout=spec.run.layout)
+    gradient = jax.tree.map(summed, leaves, gradient, _places(spec), parts)
     gradient = jax.lax.with_sharding_constraint(gradient, _places(spec))
   return value, gradient, site_tree.by_name(sites, stats), aux.sum()
 
@@ -131,8 +132,19 @@ def _weight(leaf, param, sink, parts, *, step, micro, grad_autoscale):
   return stored_params.Weight(param, sink, key, mu, leaf.gradient, parts=parts)
 
 
-def _summed(leaf, g, parts):
-  return g if parts is None else jnp.sum(g, axis=leaf.lead)
+def _summed(leaf, g, place, parts, *, layout):
+  """The sum of a gradient's terms, once a step."""
+  if parts is None or layout.wire is None:
+    return g if parts is None else jnp.sum(g, axis=leaf.lead)
+  local = lambda g: collectives.sum_of_terms(g.squeeze(leaf.lead), parts.axes, layout)  # noqa: E731
+  terms = _terms(leaf, place, parts).spec
+  return collectives.on_mesh(local, layout, (terms,), place.spec)(g)
+
+
+def _terms(leaf, place, parts):
+  """Where the terms of a gradient lie."""
+  lead, rest = place.spec[: leaf.lead], place.spec[leaf.lead :]
+  return NamedSharding(place.mesh, PartitionSpec(*lead, parts.axes, *rest))
 
 
 def _places(spec: train_spec.TrainSpec, parts=None):
@@ -141,13 +153,8 @@ def _places(spec: train_spec.TrainSpec, parts=None):
   if parts is None:
     return whole
 
-  def one(leaf, place, parts):
-    if parts is None:
-      return place
-    lead, rest = place.spec[: leaf.lead], place.spec[leaf.lead :]
-    return NamedSharding(place.mesh, PartitionSpec(*lead, parts.axes, *rest))
-
-  return jax.tree.map(one, spec.leaves, whole, parts)
+  at = lambda leaf, place, parts: place if parts is None else _terms(leaf, place, parts)  # noqa: E731
+  return jax.tree.map(at, spec.leaves, whole, parts)
 
 
 def abstract(spec: train_spec.TrainSpec):

@@ -90,3 +90,29 @@ def test_a_gradient_in_fewer_bits_is_summed_as_it_was():
   rows = collectives.account(differentiated(spec)[0].as_text(), dict(spec.run.layout.mesh.shape))
   of_data = [r for r in rows if r.kind == "all-reduce" and r.axes == ("data",)]
   assert sum(r.count for r in of_data) >= 2
+
+
+@pytest.mark.parametrize("wire, word, nbytes, error", [("bf16", "u16", 2, 4e-3),
+                                                       ("e4m3", "u8", 1, 5e-2)])  # fmt: skip
+def test_terms_travel_in_the_wire_s_format(wire, word, nbytes, error):
+  changes = PLAIN | {"model.tie_embeddings": False}
+  spec = spec_of(changes | {"optim.grad_wire": wire})
+  program, arguments = differentiated(spec)
+  rows = collectives.account(program.as_text(), dict(spec.run.layout.mesh.shape))
+  found = {(r.kind, r.axes): r.nbytes for r in rows if r.dtype == word}
+  declared = params_lib.flatten(spec.declaration)
+  sizes = {path: int(np.prod([spec.model.dims[c] for c in p.letters]))
+           for path, p in declared.items() if p.inputs is not None or path == "embed"}  # fmt: skip
+  # Each of two microbatches: of a weight a device keeps half and receives half of another's terms.
+  # (The embedding's are not spread over fsdp.) Once: three quarters of its half from `data`, twice.
+  products = sum(sizes.values()) - sizes["embed"]
+  assert found["all-to-all", ("fsdp",)] == 2 * products // 2 * nbytes
+  of_data = sum(sizes.values()) // 2 * nbytes * 3 // 4
+  assert found["all-to-all", ("data",)] == found["all-gather", ("data",)] == of_data
+  assert not [r for r in rows if r.dtype == "f32" and r.kind == "reduce-scatter"]
+  one, of_one = differentiated(spec_of(changes, shape=None))
+  got, want = (params_lib.flatten(jax.device_get(p(*a))[1])
+               for p, a in ((program, arguments), (one, of_one)))  # fmt: skip
+  for path in sizes:
+    away = np.linalg.norm(got[path] - want[path]) / np.linalg.norm(want[path])
+    assert error / 20 < away < error, (path, away)
