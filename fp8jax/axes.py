@@ -13,11 +13,10 @@ Notation in docstrings: A[M, K_tensor] . B[K_tensor, N] -> C[M, N] {sum over ten
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-
-from fp8jax.recipe.quant import Quant
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -38,7 +37,7 @@ class Layout:
     is_manual: True inside a `shard_map` region. Scales still see the whole tensor; partial sums and
       weight gathers are then the caller's.
     microbatches: parts of a step's tokens, one after the other; an array has those of one.
-    wire: format in which devices send each other their terms of a weight's gradient; None: float32.
+    wire: Quant in which devices send each other their terms of a weight's gradient; None: float32.
   """
 
   mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
@@ -46,7 +45,7 @@ class Layout:
   acts: Rules = ()
   is_manual: bool = False
   microbatches: int = 1
-  wire: Quant | None = None
+  wire: Any = None
 
   def weight_axes(self, letter: str) -> tuple[str, ...]:
     return dict(self.weights).get(letter, ()) if self.mesh is not None else ()

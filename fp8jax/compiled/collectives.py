@@ -1,4 +1,4 @@
-"""What a compiled step moves between devices, read from its HLO text.
+"""Traffic between devices in a compiled step, read from its HLO text.
 
 Bytes are those that a device receives where a collective goes around a ring of n devices (the
 convention of nccl-tests): of an all-gather or a reduce-scatter (n - 1) / n of the whole array, of
@@ -17,7 +17,7 @@ import numpy as np
 
 from fp8jax.compiled import hlo, saved_tensors
 
-# What a device receives, of the bytes of its operand.
+# The bytes that a device receives, of those of its operand.
 _RECEIVED = {
   "all-gather": lambda n: n - 1,
   "reduce-scatter": lambda n: (n - 1) / n,

@@ -25,7 +25,7 @@ def embedded(w, tokens_BL, cfg: ModelConfig, run: ComputeConfig):
 def _in_parts(w, parts: Parts, tokens_BL, uses: int, cfg: ModelConfig, run: ComputeConfig):
   """Every device's tokens from its own copy of the embedding, whose gradients are the terms of w's.
 
-  P is a part: a share of the batch, [P, B / P, L].
+  A part is a share of the batch, so that tokens are [parts, B / parts, L].
   """
   layout, rest = run.layout, run.layout.act_axes("B")[len(parts.axes) :]
 
@@ -33,8 +33,8 @@ def _in_parts(w, parts: Parts, tokens_BL, uses: int, cfg: ModelConfig, run: Comp
     place = PartitionSpec(parts.axes, *spec)
     return jax.lax.with_sharding_constraint(x, NamedSharding(cast(Any, layout.mesh), place))
 
-  embed_PVD = pinned(stored_params.terms(w), *layout.weight_spec("VD"))
-  embed_PVD = unit_scaling.parameter(embed_PVD, parts.count * uses, cfg, run)
-  tokens_PBL = pinned(tokens_BL.reshape(parts.count, -1, tokens_BL.shape[1]), rest)
+  copies = pinned(stored_params.terms(w), *layout.weight_spec("VD"))
+  copies = unit_scaling.parameter(copies, parts.count * uses, cfg, run)
+  shares = pinned(tokens_BL.reshape(parts.count, -1, tokens_BL.shape[1]), rest)
   take = functools.partial(jnp.take, axis=0, mode="clip")
-  return jax.vmap(take)(embed_PVD, tokens_PBL).reshape(*tokens_BL.shape, -1).astype(run.dtype)
+  return jax.vmap(take)(copies, shares).reshape(*tokens_BL.shape, -1).astype(run.dtype)

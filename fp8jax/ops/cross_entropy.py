@@ -85,7 +85,8 @@ def cross_entropy_by_source(
     distributions at its temperature. Only the scalar is differentiated.
   """
   site.claim()
-  static = (eqn, chunk, is_frozen, num_sources, gradient_gain, temperature, parts)
+  static = (eqn, chunk, is_frozen, num_sources, gradient_gain, temperature,
+            parts.axes if parts else ())  # fmt: skip
   loss, *sums = _cross_entropy(
     static, h_BLD, head, targets_BL, weights_BL, sources_BL, teacher, site, logits_site
   )
@@ -104,18 +105,14 @@ def _fwd(static, *args):
 
 def _run(static, *args, is_differentiated: bool):
   """(sums, gradients of h and head, statistics of the site and of the logits); or (sums,)."""
-  eqn, chunk, is_frozen, num_sources, gain, t, parts_of_head = static
+  eqn, chunk, is_frozen, num_sources, gain, t, later = static
   *arrays, teacher, site, logits_site = args
   letters, layout = eqn.partition(",")[2].partition("->")[0], site.layout
-  later = parts_of_head.axes if parts_of_head else ()
 
   def local(h, head, targets, weights, sources, teacher, tap, inputs):
     # The site as seen from inside the loop's own `shard_map`.
     inside, dtype = dataclasses.replace(site, tap=tap, layout=layout.manual()), head.dtype
-    head = head[0] if parts_of_head else head
-    # For compute; FP8 recipes quantize it from the master copy.
-    head = head if site.recipe.fwd.is_quantized else head.astype(h.dtype)
-    head = collectives.gather_weight(head, letters, layout)
+    head = _gathered(head[0] if later else head, site, h.dtype, letters)
     losses = _losses(teacher, eqn, letters, layout, t)
 
     def one(carry, xs):
@@ -165,6 +162,12 @@ def _run(static, *args, is_differentiated: bool):
   outputs = (P(), of_h, P() if is_frozen else of_head, P(), P())
   run = collectives.on_mesh(local, layout, inputs, outputs if is_differentiated else outputs[:1])
   return run(*arrays, teacher, site.tap, ScalingInputs.of(site))
+
+
+def _gathered(head, site: Site, dtype, letters: str):
+  # In the compute dtype; FP8 recipes quantize it from the master copy.
+  head = head if site.recipe.fwd.is_quantized else head.astype(dtype)
+  return collectives.gather_weight(head, letters, site.layout)
 
 
 def _losses(teacher: Teacher | None, eqn: str, letters: str, layout: axes.Layout, t: float):

@@ -82,11 +82,7 @@ def gradients(
   start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, sinks), nothing)
   of_all = (jnp.arange(spec.grad_accum_steps), batch)
   (value, gradient, stats), aux = jax.lax.scan(add, start, of_all)
-  if spec.run.layout.mesh is not None:
-    summed = functools.partial(_summed, layout=spec.run.layout)
-    gradient = jax.tree.map(summed, leaves, gradient, _places(spec), parts)
-    gradient = jax.lax.with_sharding_constraint(gradient, _places(spec))
-  return value, gradient, site_tree.by_name(sites, stats), aux.sum()
+  return value, _summed(spec, gradient, parts), site_tree.by_name(sites, stats), aux.sum()
 
 
 def _parts(spec: train_spec.TrainSpec):
@@ -132,13 +128,24 @@ def _weight(leaf, param, sink, parts, *, step, micro, grad_autoscale):
   return stored_params.Weight(param, sink, key, mu, leaf.gradient, parts=parts)
 
 
-def _summed(leaf, g, place, parts, *, layout):
-  """The sum of a gradient's terms, once a step."""
-  if parts is None or layout.wire is None:
-    return g if parts is None else jnp.sum(g, axis=leaf.lead)
-  local = lambda g: collectives.sum_of_terms(g.squeeze(leaf.lead), parts.axes, layout)  # noqa: E731
-  terms = _terms(leaf, place, parts).spec
-  return collectives.on_mesh(local, layout, (terms,), place.spec)(g)
+def _summed(spec: train_spec.TrainSpec, gradient, parts):
+  """The gradients, of those that have parts the sums of their terms."""
+  layout = spec.run.layout
+  if layout.mesh is None:
+    return gradient
+
+  def one(leaf, g, place, parts):
+    if parts is None:
+      return g
+    if layout.wire is None:
+      return jnp.sum(g, axis=leaf.lead)
+    local = lambda g: collectives.sum_of_terms(g.squeeze(leaf.lead), parts.axes, layout)  # noqa: E731
+    terms = _terms(leaf, place, parts).spec
+    return collectives.on_mesh(local, layout, (terms,), place.spec)(g)
+
+  places = _places(spec)
+  gradient = jax.tree.map(one, spec.leaves, gradient, places, parts)
+  return jax.lax.with_sharding_constraint(gradient, places)
 
 
 def _terms(leaf, place, parts):
