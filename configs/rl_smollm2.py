@@ -8,8 +8,8 @@ command:   make run fetches the model (assets/smollm2-135m); then
            python launch.py --config=configs/sft_smollm2.py:stage1
            python launch.py --config=configs/rl_smollm2.py
 hardware:  two CPU cores, 5 GB of memory; one device, also of a larger machine
-expected:  held-out sums right, of 48: 18 -> 31, 23 in bf16, 16 -> 14, 26 in block_128, seeds 0
-           and 1 (experiments/2026_rl); 85 to 90 minutes of a core that other work shared
+expected:  held-out sums right, of 48: 18 -> 31 and 23 in bf16, 20 -> 20 (33 after 40 steps) and
+           16 -> 26 in block_128, seeds 0 and 1 (experiments/2026_rl); 55 minutes of a core
 arms:      a recipe; it begins with stage 1 in the same one, and is not invariant ("bf16" need not
            be: sums in float32 differ by 1e-6); on a GPU without kernels.matmul and generate.weights
 """
