@@ -92,10 +92,11 @@ def _parts(spec: train_spec.TrainSpec):
   def one(leaf, p):
     held = {a for letter in p.letters for a in layout.weight_axes(letter)}
     over = tuple(a for a in layout.act_axes("B") if layout.size((a,)) > 1 and a not in held)
-    is_large = p.inputs is not None or p.letters == "VD"
-    is_first = layout.act_axes("B")[: len(over)] == over  # of the batch, whose parts are one piece
-    is_apart = is_large and is_first and not leaf.is_frozen and leaf.gradient is None
-    return stored_params.Parts(over, layout.size(over)) if over and is_apart else None
+    # The embedding is read by parts of the batch, whose rows are one piece.
+    is_embedding = p.letters == "VD" and layout.act_axes("B")[: len(over)] == over
+    is_weight = p.trainable and (p.inputs is not None or is_embedding)
+    apart = over and is_weight and leaf.gradient is None
+    return stored_params.Parts(over, layout.size(over)) if apart else None
 
   if layout.mesh is None or spec.grad_accum_steps == 1:
     return jax.tree.map(lambda leaf: None, spec.leaves)

@@ -58,8 +58,10 @@ def differentiated(spec):
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_gradients_are_those_of_one_device(changes):
+  # Products cut over `tensor` sum in another order, which FP8 amplifies.
+  mesh = (2, 2, 2) if changes["precision.rules"] == PLAIN["precision.rules"] else SHAPE
   (program, arguments), (one, of_one) = (
-    differentiated(spec_of(changes, shape=shape)) for shape in (SHAPE, None)
+    differentiated(spec_of(changes, shape=shape)) for shape in (mesh, None)
   )
   loss, found, *_ = jax.device_get(program(*arguments))
   want_loss, wanted, *_ = jax.device_get(one(*of_one))
