@@ -60,7 +60,7 @@ WINDOWS, PER_WINDOW, SKIPPED, CHOICES = 64, 16, 32, 8  # of the task
 NEAREST = (
   "fp8", "fp8_channel_static", "fp8_dynamic", "fp8_240_dynamic", "int8", "int8_static", "w8a16",
   "w4a16_g64", "w4afp8_g64", "mxfp8_ste", "mxfp4a16", "mxfp4_ste", "nvfp4a16", "nvfp4_ste",
-  "nvfp4a16_4or6", "nvfp4_ste_4or6",
+  "nvfp4a16_4or6", "nvfp4_ste_4or6", "fp8_gaudi2",
 )  # fmt: skip
 _WEIGHTS = ("rotate", "equalize", "awq", "gptq", "learned_rounding", "awq+gptq", "rotate+gptq")
 # INT4 and MXFP4 of weights alone; INT8 and NVFP4 of both, which SmoothQuant is for.
