@@ -7,9 +7,9 @@ command:   python experiments/2026_ptq/clients.py DIR PYTHON   (resumes; the tab
 needs:     assets/smollm2-135m (make run)
 hardware:  two CPU cores, 6 GB; about a minute an arm
 
-An arm is a --job=quantize to the nearest whose gate lets the client read the folder, on 256 tokens
-of the manual. 128 does not divide 576, and readers have no partial groups: where a format has tiles
-of 128, it is that of the projections down, and the rest is in the format of 64 or of channels.
+An arm is a --job=quantize to the nearest whose gate lets the client read the folder, on two windows
+of 256 tokens of the manual. 128 does not divide 576, and readers have no partial groups: a format
+with groups of 128 is that of the projections down, and the rest has groups of 64.
 """
 
 import json
