@@ -40,7 +40,7 @@ class Collective:
     kind: HLO's name of the operation.
     dtype: HLO's name of what is on the wire, "f32" or "u8".
     axes: of the mesh, that it spans.
-    is_async: whether other work may run while it does.
+    is_async: whether XLA left something between its start and its end.
     count: executions per step.
     nbytes: that a device receives per step.
   """
@@ -131,19 +131,20 @@ def _span(rest: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
   first = _first_group(rest, math.prod(mesh.values()))
   for count in range(len(wide) + 1):
     for axes in itertools.combinations(wide, count):
-      if {*first} == {*_along(axes, mesh)}:
+      if {*first} == {*_along(axes, mesh, first[0])}:
         return axes, len(first)
   return (f"groups of {len(first)}",), len(first)
 
 
-def _along(axes: Collection[str], mesh: Mapping[str, int]) -> list[int]:
-  """The devices of a mesh that differ from device 0 along these axes alone."""
+def _along(axes: Collection[str], mesh: Mapping[str, int], device: int = 0) -> list[int]:
+  """The devices of a mesh that differ from one along these axes alone."""
   place = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
-  return place[tuple(slice(None) if a in axes else 0 for a in mesh)].ravel().tolist()
+  at = dict(zip(mesh, np.unravel_index(device, place.shape), strict=True))
+  return place[tuple(slice(None) if a in axes else at[a] for a in mesh)].ravel().tolist()
 
 
 def _first_group(rest: str, devices: int) -> list[int]:
-  """The devices of the first group; of a permutation those that device 0 reaches."""
+  """The devices of the first group; of a permutation the most that one sender reaches."""
   if match := _OF_MESH.search(rest):
     sizes = {a: int(n) for a, n in re.findall(r"'([^']+)'=(\d+)", match[1])}
     return _along(re.findall(r"'([^']+)'", match[2]), sizes)
@@ -157,7 +158,12 @@ def _first_group(rest: str, devices: int) -> list[int]:
   if "source_target_pairs" not in rest:
     return list(range(devices))
   pairs = re.findall(r"\{(\d+),(\d+)\}", rest.partition("source_target_pairs=")[2])
-  to, group = {int(a): int(b) for a, b in pairs}, [0]
-  while (following := to.get(group[-1], 0)) not in group:
-    group.append(following)
-  return group
+  to = {int(a): int(b) for a, b in pairs if a != b}
+
+  def reached(device: int) -> list[int]:
+    group = [device]
+    while (following := to.get(group[-1], device)) not in group:
+      group.append(following)
+    return group
+
+  return max(map(reached, to), key=len, default=[0])

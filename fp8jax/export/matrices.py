@@ -53,7 +53,8 @@ def row(w, made: Codes, matrix: Matrix) -> dict[str, Any]:
     "smallest_scale": float(grid.min()), "largest_scale": largest, "kept": matrix.is_trained,
     "scale_ratio": _ratio(largest, known.get("w"), quant.format.max),
     "two_of_four": _is_two_of_four(made.data), "input_scale": matrix.input_scale,
-    "input_scale_ratio": inputs and _ratio(matrix.input_scale, known.get("x"), reach(inputs)),
+    "input_scale_ratio": inputs
+    and _ratio(matrix.input_scale, known.get("x"), reach(matrix.inputs or inputs)),
   }  # fmt: skip
 
 

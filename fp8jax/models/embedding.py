@@ -27,7 +27,8 @@ def _in_parts(w, parts: Parts, tokens_BL, uses: int, cfg: ModelConfig, run: Comp
 
   A part is a share of the batch, so that tokens are [parts, B / parts, L].
   """
-  layout, rest = run.layout, run.layout.act_axes("B")[len(parts.axes) :]
+  layout = run.layout
+  rest = tuple(a for a in layout.act_axes("B") if a not in parts.axes)
 
   def pinned(x, *spec):
     place = PartitionSpec(parts.axes, *spec)

@@ -339,7 +339,7 @@ def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs, w=None, 
   specs = (*(spec.partition_spec(role, t) for role, t in in_specs), _P())
   place = _P(later, *layout.weight_spec(s.w)) if later else layout.weight_spec(s.w)
   dw = collectives.on_mesh(local, layout, specs, place)(x, g, inputs)
-  return straight.cotangent(spec, Role.W_FWD, w, dw, inputs, dtype)
+  return straight.cotangent(spec, Role.W_FWD, w, dw, inputs, dtype, later)
 
 
 def _compensation(spec: GemmSpec, x, w, inputs: ScalingInputs):

@@ -34,21 +34,21 @@ def _estimator(spec: GemmSpec, role: Role) -> Estimator | None:
 
 
 def axes_of_terms(spec: GemmSpec, parts: Parts | None) -> tuple[str, ...]:
-  """The mesh axes whose devices may keep their terms of a weight's gradient: those of its Parts, or
-  none, where no product splits its tokens so, or a mask or rotation wants the sum."""
+  """The mesh axes whose devices keep their terms of a weight's gradient: those of its Parts, or
+  none where the product does not split its tokens so."""
   axes = parts.axes if parts else ()
-  splits = {*spec.layout.act_axes_of(spec.letters.tokens)}
-  return axes if {*axes} <= splits and not is_needed(spec, Role.W_FWD) else ()
+  return axes if {*axes} <= {*spec.layout.act_axes_of(spec.letters.tokens)} else ()
 
 
-def cotangent(spec: GemmSpec, role: Role, t, d, inputs: ScalingInputs, dtype):
+def cotangent(spec: GemmSpec, role: Role, t, d, inputs: ScalingInputs, dtype, later=()):
   """The gradient of x or w from that of what the forward product multiplied.
 
   Args:
     role: X_FWD or W_FWD.
     t: x [acts], an array or a Prologue, or w [at rest].
-    d: like t.
+    d: like t; with `later` terms of it, [terms, ...]: masks and rotations are linear.
     dtype: of the result.
+    later: mesh axes of the terms.
 
   Raises:
     ValueError: a shard of w holds no whole tiles or blocks of the forward operand.
@@ -70,17 +70,19 @@ def cotangent(spec: GemmSpec, role: Role, t, d, inputs: ScalingInputs, dtype):
         f"{quant.tile}, and a shard {t.shape} holds no whole tiles; take a smaller mesh.fsdp"
       )
     matrix, contraction = operands.flatten(t, letters, free, contracted, batch)
-    gradient, _ = operands.flatten(d, letters, free, contracted, batch)
+    gradient, _ = operands.flatten(d[0] if later else d, letters, free, contracted, batch)
     one = functools.partial(
       _finished, spec, role, quantizer, contraction=contraction, amax_axes=amax_axes
     )
     result = (jax.vmap(one) if batch else one)(matrix, gradient)
     order = batch + (contracted + free if contraction == 0 else free + contracted)
     result = result.reshape([sizes[c] for c in order])
-    return jnp.transpose(result, [order.index(c) for c in letters]).astype(dtype)
+    result = jnp.transpose(result, [order.index(c) for c in letters]).astype(dtype)
+    return result[None] if later else result
 
   of_t = layout.act_spec(letters) if role.tensor == "x" else layout.weight_spec(letters)
-  return collectives.on_mesh(local, layout, (of_t, of_t), of_t)(t, d)
+  of_d = jax.sharding.PartitionSpec(later, *of_t) if later else of_t
+  return collectives.on_mesh(local, layout, (of_t, of_d), of_d)(t, d)
 
 
 def _finished(spec, role, quantizer: Quantizer, matrix, gradient, *, contraction, amax_axes):

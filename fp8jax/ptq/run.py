@@ -92,7 +92,7 @@ def quantize(
       kept.write(layer, one)
     if text is not None:
       text.advance(_multiplied(one, model))
-    done.append(jax.tree.map(params_lib.on_host, one.params))  # the device holds one layer's
+    done.append(jax.tree.map(params_lib.on_host, one.params))  # or the device holds each twice
     inputs |= {(_name(layer, path), "x"): amax for path, amax in one.inputs.items()}
     rows |= {_name(layer, path): row for path, row in one.rows.items()}
     factors |= {_name(layer, path): factor for path, factor in one.tensor_scales.items()}

@@ -87,7 +87,8 @@ def _optimizer(spec: TrainSpec) -> str:
   words = (
     f"masters {o.master_format} ({weight}{nbytes['master']:.3g} B)",
     f"gradients {o.grad_format} "
-    + ("of one layer at a time" if o.in_backward else f"({nbytes['gradient']:.3g} B)"),
+    + ("of one layer at a time" if o.in_backward else f"({nbytes['gradient']:.3g} B)")
+    + _wire(spec),
     f"moments {o.moment_format} ({nbytes['moments']:.3g} B)",
   )
   declared, dims = params_lib.flatten(spec.declaration), spec.model.dims
@@ -104,6 +105,15 @@ def _optimizer(spec: TrainSpec) -> str:
     f"norms and biases ({spared:,} parameters) keep float32; {_backends(spec)}"
     + (f"; {frozen:,} parameters frozen, {adapters}" if frozen else "")
   )
+
+
+def _wire(spec: TrainSpec) -> str:
+  """The format of gradients between devices, where it is not float32's."""
+  layout, wire = spec.run.layout, spec.optim.grad_wire
+  if wire == "float32":
+    return ""
+  sends = layout.mesh is not None and layout.size(layout.act_axes("B")) > 1
+  return f", {wire} between devices" if sends else f", none of them sent in {wire}: one batch shard"
 
 
 def _fp8_backends(spec: TrainSpec) -> set[str]:

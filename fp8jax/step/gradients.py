@@ -2,7 +2,9 @@
 
 Devices that hold the same weight see other tokens. With microbatches each keeps its own terms of a
 weight's gradient (stored_params.Parts) while they add up, and one sum over these devices per step
-follows. Norms and biases, and gradients in fewer bits, are summed in each microbatch.
+follows. Summed in each microbatch are norms and biases, gradients in fewer bits, weights that a
+model changes before their product (down of Smooth-SwiGLU), a reward head, and the embedding where
+the batch is split first along an axis that splits the embedding too.
 """
 
 import functools
@@ -86,14 +88,15 @@ def gradients(
 
 
 def _parts(spec: train_spec.TrainSpec):
-  """Tree of the Parts of weights whose gradients are summed over devices once a step, else None."""
+  """Tree of the Parts of weights whose terms devices keep, else None."""
   layout = spec.run.layout
 
   def one(leaf, p):
     held = {a for letter in p.letters for a in layout.weight_axes(letter)}
     over = tuple(a for a in layout.act_axes("B") if layout.size((a,)) > 1 and a not in held)
     # The embedding is read by parts of the batch, whose rows are one piece.
-    is_embedding = p.letters == "VD" and layout.act_axes("B")[: len(over)] == over
+    split = tuple(a for a in layout.act_axes("B") if layout.size((a,)) > 1)
+    is_embedding = p.letters == "VD" and split[: len(over)] == over
     is_weight = p.trainable and (p.inputs is not None or is_embedding)
     apart = over and is_weight and leaf.gradient is None
     return stored_params.Parts(over, layout.size(over)) if apart else None

@@ -33,6 +33,9 @@ ENTRY %main (a: f32[10]) -> f32[10] {
   %loop = (s32[], u8[16,8]) while(%init), condition=%c, body=%body, TRIPS
   %alone = f32[10]{0} all-reduce(%a), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}
   %ring = f32[10]{0} collective-permute(%a), source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5}}
+  %chain = f32[10]{0} collective-permute(%a), source_target_pairs={{1,0},{2,1},{3,2}}
+  %turned = f32[10]{0} collective-permute(%a), source_target_pairs={{0,0},{1,5},{5,1},{2,6},{6,2}}
+  %still = f32[10]{0} collective-permute(%a), source_target_pairs={{0,0},{1,1}}
   %half = f32[10]{0} all-to-all(%a), replica_groups={{0,1},{2,3},{4,5},{6,7}}
 }
 """
@@ -53,7 +56,8 @@ def test_counts_bytes_axes_and_overlap_of_a_program_by_hand():
     Collective("all-gather", "u8", ("fsdp",), True, 3, 3 * 48 * 8),
     Collective("reduce-scatter", "f32", ("fsdp",), False, 3, 3 * 48 * 8 * 4),
     Collective("all-reduce", "f32", ("data",), False, 3, 3 * (64 * 8 * 4 + 4 * 2)),
-    Collective("collective-permute", "f32", ("fsdp",), False, 1, 40),
+    Collective("collective-permute", "f32", ("fsdp",), False, 2, 80),
+    Collective("collective-permute", "f32", ("data",), False, 1, 40),
     Collective("all-to-all", "f32", ("groups of 2",), False, 1, 20),
   }
 

@@ -80,9 +80,7 @@ NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only i
   optim.grad_format optim.grad_wire optim.in_backward loss_scale.kind eval.every checkpoint.every
   checkpoint.keep checkpoint.accept_changes log.tracker log.profile log.tensor_stats_every
   log.param_stats log.source_loss
-  log.alarms """ + " ".join(
-  k for k in registry.KEYS if k.startswith("rl.")
-)
+  log.alarms """ + " ".join(k for k in registry.KEYS if k.startswith("rl."))
 
 
 def test_bounds_choices_and_consequences_are_those_of_the_table():

@@ -99,3 +99,17 @@ def test_a_term_that_is_not_finite_is_seen(wire, bad):
   terms[3, 5] = bad
   assert not np.isfinite(summed(terms, ("data", "fsdp"), wire)).all()
   assert not np.isfinite(summed(terms, ("fsdp",), wire, 0)[:4]).all()
+
+
+def test_every_128_elements_have_a_scale_of_their_own(rng):
+  """Groups 2^20 apart: under a common scale all but the first would be 0."""
+  terms = rng.normal(size=(8, 4, 512)) * 2.0 ** (-20 * (np.arange(512) // 128))
+  terms = terms.astype(np.float32)
+  terms[5, 2, 130] = np.nan
+  found = summed(terms, ("fsdp",), "e4m3", 0).reshape(2, 4, 512)
+  grid = np.float64(terms).reshape(2, 4, 4, 4, 128)  # data, fsdp, row, group, element
+  amax = np.nanmax(np.abs(grid), -1, keepdims=True)
+  allowed = (np.abs(grid) / 16 + amax / 448 * 2.0**-10).sum(1)
+  wrong = np.abs(found.reshape(2, 4, 4, 128) - grid.sum(1)) > allowed
+  assert not wrong.any()
+  assert np.argwhere(np.isnan(found)).tolist() == [[1, 2, 130]]  # alone, and others are finite
