@@ -43,6 +43,7 @@ class Collective:
     is_async: whether XLA left something between its start and its end.
     count: executions per step.
     nbytes: that a device receives per step.
+    beside: of nbytes, those while a product of matrices runs between start and end.
   """
 
   kind: str
@@ -51,12 +52,13 @@ class Collective:
   is_async: bool
   count: int
   nbytes: int
+  beside: int = 0
 
   def __str__(self):
     how = "asynchronous" if self.is_async else "synchronous"
     return (
       f"{self.kind} of {self.dtype} over {', '.join(self.axes)}: {self.count} per step, {how}, "
-      f"{self.nbytes / 1e9:.3f} GB"
+      f"{self.nbytes / 1e9:.3f} GB, {self.beside / 1e9:.3f} of them beside a product"
     )
 
 
@@ -68,8 +70,8 @@ def account(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     mesh: {axis: its size}, in the order of devices.
   """
   program = hlo.Program(text)
-  total: dict[tuple, list[float]] = collections.defaultdict(lambda: [0, 0.0])
-  for i, table, times, is_async in _collectives(program, program.entry, 1, False, {}):
+  total: dict[tuple, list[float]] = collections.defaultdict(lambda: [0, 0.0, 0.0])
+  for i, table, times, is_async, start in _collectives(program, program.entry, 1, False, {}):
     kind = i.opcode.removesuffix("-start")
     axes, size = _span(i.rest, mesh)
     if size == 1:
@@ -82,12 +84,21 @@ def account(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     dtype = max(of_dtype, key=lambda d: of_dtype[d])
     row = total[kind, dtype, axes, is_async]
     row[0] += times
-    row[1] += times * sum(of_dtype.values()) * _RECEIVED[kind](size)
+    nbytes = times * sum(of_dtype.values()) * _RECEIVED[kind](size)
+    row[1] += nbytes
+    row[2] += nbytes * (is_async and _has_product_beside(program, *start))
   rows = [
-    Collective(kind, dtype, axes, is_async, int(count), round(nbytes))
-    for (kind, dtype, axes, is_async), (count, nbytes) in total.items()
+    Collective(kind, dtype, axes, is_async, int(count), round(nbytes), round(beside))
+    for (kind, dtype, axes, is_async), (count, nbytes, beside) in total.items()
   ]
   return sorted(rows, key=lambda row: -row.nbytes)
+
+
+def _has_product_beside(program: hlo.Program, i: hlo.Instruction, table) -> bool:
+  """Whether matrices are multiplied between a start and its end, in the order of the schedule."""
+  later = itertools.dropwhile(lambda other: other is not i, table.values())
+  ends = lambda other: other.opcode.endswith("-done") and i.name in other.operands  # noqa: E731
+  return any(map(program.computes_products, itertools.takewhile(lambda x: not ends(x), later)))
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -97,20 +108,22 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _collectives(
-  program: hlo.Program, name: str, times: int, is_async: bool, known: dict[str, bool]
-) -> Iterator[tuple[hlo.Instruction, dict[str, hlo.Instruction], int, bool]]:
-  """(instruction, its computation, executions, whether it is asynchronous) of a computation."""
+  program: hlo.Program, name: str, times: int, is_async: bool, known: dict[str, bool], outer=None
+) -> Iterator[tuple[hlo.Instruction, dict[str, hlo.Instruction], int, bool, tuple]]:
+  """(instruction, its computation, executions, whether it is asynchronous, what starts it and the
+  computation of that) of a computation."""
   table = program.computations[name]
   for i in table.values():
     starts = i.opcode.endswith("-start")
     apart = is_async or (starts and '"is_sync":true' not in i.rest)
     if i.opcode.removesuffix("-start") in _RECEIVED:
-      yield i, table, times, apart
+      yield i, table, times, apart, outer or (i, table)
       continue
+    start = outer or ((i, table) if starts else None)
     own = times * (program.trips(i) if i.opcode == "while" else 1)
     for callee in i.called:
       if _has(program, callee, known):
-        yield from _collectives(program, callee, own, apart, known)
+        yield from _collectives(program, callee, own, apart, known, start)
 
 
 def _has(program: hlo.Program, name: str, known: dict[str, bool]) -> bool:

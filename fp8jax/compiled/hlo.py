@@ -174,6 +174,15 @@ class Program:
       )
     return self.multiplies[name]
 
+  def computes_products(self, i: Instruction) -> bool:
+    """Whether an instruction multiplies matrices, itself or in what it calls."""
+    target = i.attribute(r'custom_call_target="([^"]*)"')
+    is_call = i.opcode == "custom-call" and (target in _CUBLAS or _SCOPE.search(i.op_name))
+    return bool(i.opcode == "dot" or is_call) or any(
+      self._multiplies(name) and any(map(self.computes_products, self.computations[name].values()))
+      for name in i.called
+    )
+
   def trips(self, loop: Instruction) -> int:
     """How often a loop runs: as XLA says, or else the constant that it counts up to."""
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):

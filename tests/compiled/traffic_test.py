@@ -18,13 +18,26 @@ HLO = """HloModule step
   ROOT %scatter = f32[16,8]{1,0} reduce-scatter(%p.1), replica_groups=[2,4]<=[8]
 }
 
+%multiplied (p.2: f32[64,8]) -> f32[64,64] {
+  %p.2 = f32[64,8]{1,0} parameter(0)
+  ROOT %dot.1 = f32[64,64]{1,0} dot(%p.2, %p.2), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
 %body (carry: (s32[], u8[16,8])) -> (s32[], u8[16,8]) {
   %carry = (s32[], u8[16,8]) parameter(0)
   %x = u8[16,8]{1,0} get-tuple-element(%carry), index=1
   %half = bf16[4]{0} constant(0)
   %wide = f32[64,8]{1,0} convert(%x)
   %gather = (u8[16,8]{1,0}, u8[64,8]{1,0}) all-gather-start(%x), FSDP
+  %product = f32[64,64]{1,0} fusion(%wide), kind=kOutput, calls=%multiplied
+  %gathered = u8[64,8]{1,0} all-gather-done(%gather)
+  %early = (u8[16,8]{1,0}, u8[64,8]{1,0}) all-gather-start(%x), FSDP
+  %late = u8[64,8]{1,0} all-gather-done(%early)
+  %other = f32[64,64]{1,0} dot(%wide, %wide), lhs_contracting_dims={1}, rhs_contracting_dims={1}
   %now = ((f32[64,8]{1,0}), f32[16,8]{1,0}) async-start(%wide), calls=%scattered, SYNC
+  %soon = ((f32[64,8]{1,0}), f32[16,8]{1,0}) async-start(%wide), calls=%scattered
+  %again = f32[64,64]{1,0} dot(%wide, %wide), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %ended = f32[16,8]{1,0} async-done(%soon)
   %sums = (f32[64,8]{1,0}, /*index=1*/bf16[4]{0}) all-reduce(%wide, /*index=1*/%half), DATA
 }
 
@@ -52,9 +65,10 @@ LONG = {
 def test_counts_bytes_axes_and_overlap_of_a_program_by_hand():
   text = functools.reduce(lambda text, pair: text.replace(*pair), LONG.items(), HLO)
   assert {*collectives.account(text, MESH)} == {
-    # Three executions; a device has 16 rows and receives 48.
-    Collective("all-gather", "u8", ("fsdp",), True, 3, 3 * 48 * 8),
+    # Twice three executions; a device has 16 rows and receives 48. A product is beside one of two.
+    Collective("all-gather", "u8", ("fsdp",), True, 6, 6 * 48 * 8, 3 * 48 * 8),
     Collective("reduce-scatter", "f32", ("fsdp",), False, 3, 3 * 48 * 8 * 4),
+    Collective("reduce-scatter", "f32", ("fsdp",), True, 3, 3 * 48 * 8 * 4, 3 * 48 * 8 * 4),
     Collective("all-reduce", "f32", ("data",), False, 3, 3 * (64 * 8 * 4 + 4 * 2)),
     Collective("collective-permute", "f32", ("fsdp",), False, 2, 80),
     Collective("collective-permute", "f32", ("data",), False, 1, 40),
