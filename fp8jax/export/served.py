@@ -68,8 +68,6 @@ def _inputs(container: str, w: Quant, x: Quant | None) -> Quant | None:
     raise ValueError(f"servers multiply {w} by {own} of a token or a tensor, not by {x}")
   if not isinstance(x.source, Static):
     return Quant(own, (1, WHOLE))
-  if x.scale not in (Scale.F32, *POWERS):
-    raise ValueError(f"servers have one static scale of activations, and {x} has none; take f32")
   return Quant(own, source=Static())
 
 

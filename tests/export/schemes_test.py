@@ -125,11 +125,15 @@ def test_what_no_server_multiplies_is_refused_by_name(recipe, said):
     _scheme(recipe)
 
 
-@pytest.mark.parametrize("how", [{"scale": Scale.POW2}, {"source": Static(margin=1)}])
-def test_a_static_scale_that_is_not_amax_by_max_is_refused(how):
+def test_a_folder_holds_any_static_scale():
+  """A reader sees the number, however its recipe made it of an amax."""
   static = served_recipes.SERVED["fp8"].fwd
-  with pytest.raises(ValueError, match="static scale is amax / max"):
-    served._inputs("float-quantized", static.rhs, dataclasses.replace(static.lhs, **how))
+
+  def inputs(**how):
+    return served._inputs("float-quantized", static.rhs, dataclasses.replace(static.lhs, **how))
+
+  for how in ({"scale": Scale.POW2}, {"scale": Scale.GAUDI2}, {"source": Static(margin=1)}):
+    assert inputs(**how) == inputs() == Quant(E4M3, source=Static())
 
 
 @pytest.mark.parametrize("name", served_recipes.SERVED)
