@@ -3,6 +3,7 @@
 what:      of every served format KL of transformers' logits of the folder against ours of the same
            folder, weights alone and as served, beside the noise floor and against the source
 command:   python experiments/2026_ptq/clients.py DIR PYTHON   (resumes; the table of README)
+           python experiments/2026_ptq/clients.py DIR          (the table of what is there)
            PYTHON has torch, transformers, accelerate and compressed-tensors
 needs:     assets/smollm2-135m (make run)
 hardware:  two CPU cores, 6 GB; about a minute an arm
@@ -47,14 +48,13 @@ def one(target: pathlib.Path, recipe: str, python: str) -> dict:
           "provenance": provenance.provenance({}, "assets named in the script", 0)}  # fmt: skip
 
 
-def main(target: pathlib.Path, python: str):
-  rows = []
-  for recipe in ARMS:
-    path = target / f"{recipe}.json"
-    if not path.exists():
+def main(target: pathlib.Path, python: str = ""):
+  paths = [target / f"{recipe}.json" for recipe in ARMS]
+  for recipe, path in zip(ARMS, paths, strict=True):
+    if python and not path.exists():
       target.mkdir(parents=True, exist_ok=True)
       records.write_atomic(str(path), records.to_json(one(target, recipe, python)))
-    rows.append(json.loads(path.read_text()))
+  rows = [json.loads(path.read_text()) for path in paths if path.exists()]
   (HERE / "clients.json").write_text(records.to_json(rows) + "\n")
   head = ["format", "matrices", "KL of the weights", "at most", "KL as served", "at most",
           "KL from the source, fp8jax", "transformers"]  # fmt: skip
@@ -71,4 +71,4 @@ def cells(row: dict) -> list[str]:
 
 
 if __name__ == "__main__":
-  main(pathlib.Path(sys.argv[1]), sys.argv[2])
+  main(pathlib.Path(sys.argv[1]), *sys.argv[2:])

@@ -93,3 +93,14 @@ def test_a_row_without_an_amax_has_no_ratio_and_the_worst_come_first(rng):
     rows[f"m{i}"] = matrices.row(w, made, fp8_export.Matrix(fp8, False, known=known))
   assert {r["scale_ratio"] for r in rows.values()} == {None}
   assert [cells[0] for cells in matrices.worst(rows)] == ["m2", "m4", "m6", "m1", "m3"]
+
+
+def test_an_input_s_scale_is_compared_with_that_of_the_format_that_made_it(rng):
+  """Gaudi 2's E4M3 ends at 240; a reader of the folder has codes to 448."""
+  fwd = SERVED["fp8_gaudi2"].fwd
+  matrix = fp8_export.Matrix(
+    served.scheme(fwd.rhs, fwd.lhs), False, input_scale=0.0625, inputs=fwd.lhs, known={"x": 3.0}
+  )
+  w = _weight(rng, "plain")
+  row = matrices.row(w, fp8_export.codes(w, matrix, None), matrix)
+  assert row["input_scale_ratio"] == 0.0625 * 240 / 3
