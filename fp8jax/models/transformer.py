@@ -209,14 +209,14 @@ def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig)
   norm = stored_params.value({"norm": params["norm"]})
   h_BLD = normalised(x_BLD, norm, sites, cfg, run)
   h_BLD, head = unit_scaling.head(h_BLD, head, cfg, run)
-  loss, by_source, parts = cross_entropy_by_source(
+  loss, by_source, distilled = cross_entropy_by_source(
     h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk,
     is_frozen=cfg.lora is not None, logits_site=sites.get("logits"),
     sources_BL=batch.get("sources_BL"), num_sources=run.num_sources,
     gradient_gain=unit_scaling.loss_gain(cfg), teacher=batch.get("teacher"),
     temperature=run.temperature, parts=parts,
   )  # fmt: skip
-  sums = {"by_source": by_source, "distill": parts}
+  sums = {"by_source": by_source, "distill": distilled}
   return loss, {name: value for name, value in sums.items() if value is not None}
 
 

@@ -10,6 +10,7 @@ import pytest
 from fp8jax import params as params_lib
 from fp8jax.compiled import collectives
 from fp8jax.data import batch_sharding
+from fp8jax.run import start
 from fp8jax.step import gradients, train_step
 
 SHAPE = (4, 2, 1)
@@ -126,3 +127,11 @@ def test_terms_travel_in_the_wire_s_format(wire, word, nbytes, error):
   for path in sizes:
     away = np.linalg.norm(got[path] - want[path]) / np.linalg.norm(want[path])
     assert error / 20 < away < error, (path, away)
+
+
+def test_the_start_line_names_the_wire_and_whether_anything_is_sent():
+  told = {shape: start._wire(spec_of(PLAIN | {"optim.grad_wire": "e4m3"}, shape=shape))
+          for shape in (SHAPE, None)}  # fmt: skip
+  assert told[SHAPE] == ", e4m3 between devices"
+  assert told[None] == ", none of them sent in e4m3: one batch shard"
+  assert start._wire(spec_of(PLAIN)) == ""
