@@ -9,6 +9,7 @@ root mean square difference of the candidate's runs from their nudged twins (ini
 counted before the runs: a row that has fewer says "3 of 6", and is for looking at until it has all.
 """
 
+import argparse
 import collections
 import dataclasses
 import json
@@ -347,8 +348,13 @@ def read(folder: pathlib.Path = RESULTS) -> Index:
   return index(map(results_lib.read, sorted(folder.rglob("*.json"))))
 
 
-def main(folder: str = str(RESULTS)):
-  of = read(pathlib.Path(folder))
+def main(arguments: Sequence[str] | None = None):
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("folder", nargs="?", type=pathlib.Path, default=RESULTS, help="results/")
+  folder = parser.parse_args(arguments).folder
+  of = read(folder)
+  if not of:  # else the ledger would say that nothing was run
+    parser.error(f"{folder} holds no results; expected files of lab/run_queue.py, at any depth")
   found = rows(of)
   (HERE / "ledger.md").write_text(markdown(found, of, curves(of)))
   table = [dataclasses.asdict(r) for r in found]
@@ -361,4 +367,4 @@ def main(folder: str = str(RESULTS)):
 
 
 if __name__ == "__main__":
-  main(*sys.argv[1:2])
+  main()

@@ -208,7 +208,7 @@ def main(arguments: list[str]) -> int:
   done = {path.stem for path in pathlib.Path(folder).glob("*.json")}
   measured = json.loads(hours_lib.HOURS.read_text()) if hours_lib.HOURS.exists() else {}
   waiting = jobs(known(chosen, out.print), workdir, done, measured)
-  slots = process.slots(args.parallel)
+  slots = process.slots(args.parallel, ())  # the lab compares runs of a CPU
   cost = sum(job.hours for job in waiting)
   out.print(f"{len(done)} results; {len(waiting)} jobs, about {cost:.1f} core-hours")
   if args.dry:

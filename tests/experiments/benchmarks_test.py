@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import run_files
 
 
 def _six_products() -> float:
@@ -59,6 +60,20 @@ def test_bench_kernels_runs_from_end_to_end(repository):
   assert set(lines) >= {"ceiling/copy", "quantize/dry/both", *products, *fused, *layers, *apart}
   rates = {"gb_per_s", "tflops", "share_of_copy", "share_of_bf16", "x_bf16", "error"}
   assert all(rates <= set(lines[name]) for name in (*products, *layers))
+
+
+def test_bench_generate_writes_the_share_of_the_peers_tokens(repository, tmp_path, monkeypatch):
+  run = run_files.script(repository / "experiments/bench/generate/run.py")
+  turn = {"seconds": [2.0, 4.0], "cpu_seconds": [8.0], "tokens": [[1, 2, 3], [4, 5, 6]]}
+  peer = turn | dict(torch="2", transformers="5", threads=2, cpus=2, tokens=[[1, 2, 3], [4, 5, 0]])
+  monkeypatch.setattr(run, "HERE", tmp_path)
+  monkeypatch.setattr(run, "_measure", lambda arm, *_: peer if arm == run.PEER else turn)
+  monkeypatch.chdir(repository)  # main does, too
+  run.main(["--oracle=python", "--turns=1", "--arms=0"])
+  results = json.loads((tmp_path / "results.json").read_text())
+  line = results["lines"]["fp8jax float32, batch 8"]
+  assert line["tokens_per_second"] == 2.0 and line["equal_tokens"] == round(5 / 6, 4)
+  assert results["provenance"]["peer"]["torch"] == "2" and results["provenance"]["commit"]
 
 
 def test_a_layers_budget_is_the_error_of_its_formats(bench_step):

@@ -159,6 +159,18 @@ def test_arms_that_the_library_does_not_know_are_named_and_left_out(monkeypatch)
   assert run_queue.known([dataclasses.replace(system, arms=arms[1:])], said.append) == []
 
 
+def test_the_queue_lists_its_jobs_and_refuses_a_system_that_is_none(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(runs, "SYSTEMS", (system_of("higher", fixed_seeds=2, size="0p8m"),))
+  monkeypatch.chdir(EXPERIMENTS.parent)
+  words = ["--workdir", str(tmp_path), "--edited", "--dry"]
+  assert run_queue.main(words) == 0
+  first, *jobs = capsys.readouterr().out.splitlines()
+  assert first.startswith(f"0 results; {len(jobs)} jobs, about ") and len(jobs) == 8  # twins
+  assert all(f"--workdir={tmp_path}/runs/" in line for line in jobs)
+  with pytest.raises(UserError, match="no system halo; expected some of "):
+    run_queue.main([*words, "halo"])
+
+
 @pytest.mark.slow  # four processes of launch.py
 def test_the_queue_runs_everything_once(tmp_path, monkeypatch):
   small = (("steps", 3), ("global_batch", 2), ("seq_len", 64), ("eval.tokens", 128),

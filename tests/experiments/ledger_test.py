@@ -192,6 +192,14 @@ def test_the_committed_ledger_is_what_the_results_give():
   assert json.loads((EXPERIMENTS / "ledger.json").read_text()) == again
 
 
+def test_a_folder_without_results_leaves_the_ledger_as_it_is(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(ledger, "HERE", tmp_path)
+  with pytest.raises(SystemExit):
+    ledger.main([str(tmp_path)])
+  assert "holds no results; expected files of lab/run_queue.py" in capsys.readouterr().err
+  assert not list(tmp_path.iterdir())
+
+
 def test_every_system_has_its_arithmetic_in_a_test():
   """Of the table that opens the ledger: tests that are there, or why there is none."""
   assert {s.slug for s in runs.SYSTEMS} == runs.ARITHMETIC.keys()

@@ -81,7 +81,7 @@ def _measure(arm: str, batch: int, oracle: str) -> dict:
   return _run([oracle, script, MODEL], json.dumps(request))
 
 
-def main():
+def main(arguments: list[str] | None = None):
   parser = argparse.ArgumentParser()
   parser.add_argument("--oracle", help="a Python with torch and transformers")
   parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -89,7 +89,7 @@ def main():
   parser.add_argument("--cpus", type=int, default=0, help="cores of both sides; 0: all")
   parser.add_argument("--turns", type=int, default=2, help="processes of every arm")
   parser.add_argument("--arms", default="", help="comma list of fp8jax's arms by number; all")
-  options = parser.parse_args()
+  options = parser.parse_args(arguments)
   os.chdir(timing.ROOT)
   if options.worker:
     worker(options.worker, options.batch)
@@ -113,10 +113,12 @@ def main():
       line = lines[f"{arm}, batch {batch}"] = _summary(turns, last["tokens"])
       print(f"{arm}, batch {batch}", json.dumps(line), flush=True)
     lines[f"load average, batch {batch}"] = loads
+  from fp8jax.run import provenance as provenance_lib  # needs the extra `train`
+
   settings = {"prompt_tokens": PROMPT, "new_tokens": NEW_TOKENS, "rounds": ROUNDS} | vars(options)
   settings = {k: v for k, v in settings.items() if k not in ("worker", "batch", "oracle")}
   results = {
-    "provenance": timing.provenance_lib.provenance(settings, MODEL, 0) | {"peer": peer},
+    "provenance": provenance_lib.provenance(settings, MODEL, 0) | {"peer": peer},
     "lines": lines,
   }
   results["provenance"]["command"][1:] = [a for a in sys.argv[1:] if "oracle" not in a]
