@@ -128,7 +128,7 @@ class Gate:
     wide = dataclasses.replace(
       self._spec, run=dataclasses.replace(self._spec.run, dtype=jnp.dtype(jnp.float32))
     )
-    params = served_pass.as_client_has(read(folder), plan, wide)
+    params = served_pass.load_as_client(wide, folder) if plan else read(folder)
     logits = self._forward(wide)
     ours = [params_lib.on_host(x) for x in logits(params)]
     floor = self._kl(ours, logits(divergence.nudged(params)))

@@ -6,15 +6,15 @@ import re
 from collections.abc import Mapping
 
 import jax.numpy as jnp
+import numpy as np
 
-from fp8jax import params as params_lib
 from fp8jax.export import fp8 as fp8_lib
 from fp8jax.export import matrices
 from fp8jax.formats import E4M3, E4M3_240, Format
 from fp8jax.models import transformer
 from fp8jax.models.hf import names, schemes
 from fp8jax.models.hf import weights as hf_weights
-from fp8jax.models.hf.schemes import Scheme
+from fp8jax.models.hf.schemes import Codes, Scheme
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.quantization import amax_history
@@ -72,25 +72,24 @@ def load(spec: TrainSpec, folder: str):
   return hf_weights.load_params(folder, spec.model, layout, codes_of=codes_of)[0]
 
 
-def as_client_has(params, plan: fp8_lib.Plan | None, spec: TrainSpec):
-  """Parameters of a folder as transformers dequantizes them on a CPU, to bfloat16 in some."""
-  rounded: dict[str, list[int]] = {}
-  for e in names.entries(spec.model) if plan else ():
-    matrix = plan.matrices.get(e.name) if plan else None
-    if matrix is not None and matrix.scheme.container in _IN_BF16 and e.layer is not None:
-      rounded.setdefault(e.path, []).append(e.layer)
-  flat = params_lib.flatten(params)
-  return params_lib.unflatten(flat | _rounded(flat, rounded))
+def load_as_client(spec: TrainSpec, folder: str):
+  """The parameters of a folder as transformers dequantizes them on a CPU."""
+  return hf_weights.load_params(folder, spec.model, spec.run.layout, values=client_values)[0]
 
 
 # compressed-tensors 0.20 dequantizes NVFP4 so (compressors/nvfp4), transformers 5 fine-grained FP8.
 _IN_BF16 = (schemes.FINE_GRAINED, "nvfp4-pack-quantized", schemes.MODELOPT)
 
 
-def _rounded(flat, layers: Mapping[str, list[int]]):
-  return {
-    path: flat[path].at[jnp.array(of)].set(
-      flat[path][jnp.array(of)].astype(jnp.bfloat16).astype(flat[path].dtype)
-    )
-    for path, of in layers.items()
-  }  # fmt: skip
+def client_values(name: str, codes: Codes, scheme: Scheme) -> np.ndarray:
+  """float32 [out, in] of a matrix as transformers dequantizes it: to bfloat16 in some containers.
+
+  Scales of two levels are the first divided by the folder's global scale. Ours are the first times
+  its reciprocal, as servers multiply; the two differ by an ulp, and a tie of bfloat16 falls
+  to another side.
+  """
+  if scheme.container not in _IN_BF16:
+    return schemes.dequantize(codes, scheme.tile)
+  if codes.tensor_scale is not None:
+    codes = dataclasses.replace(codes, scale=scheme.divided_scale(codes))
+  return schemes.dequantize(codes, scheme.tile).astype(jnp.bfloat16).astype(np.float32)

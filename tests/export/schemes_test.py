@@ -179,6 +179,30 @@ def test_modelopt_holds_nvfp4_alone_and_its_scales_are_reciprocals_of_compressed
   assert np.float32(1) / ours["X.weight_global_scale"][0] == theirs["X.weight_scale_2"]
 
 
+@pytest.mark.parametrize("method", [COMPRESSED, MODELOPT])
+def test_nvfp4_is_dequantized_as_compressed_tensors_divides(rng, method):
+  """value = bfloat16(code * (E4M3 scale / global scale)), from the tensors of the folder alone."""
+  scheme, differ = _scheme("nvfp4_ste", method), 0
+  for amax in (203, 217, 245):  # 7 divides them and 2688: products of few bits, ties of bfloat16
+    w = rng.normal(size=(256, 64)).astype(np.float32)
+    w[0, 0] = amax / 32
+    codes = fp8_export.codes(w, fp8_export.Matrix(scheme, False), None)
+    names = [n for n, *_ in scheme.tensors("X.weight", (64, 256), False)]
+    packed, first, factor = scheme.packed(codes, None)
+    assert len(names) == 3
+    whole = factor.reshape(()) if scheme.layout.inverse else np.float32(1) / factor.reshape(())
+    scale = np.repeat(first.astype(np.float32) / whole, 16, 1)
+    nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(64, 256)
+    code = nibbles.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    want = (code * scale).astype(ml_dtypes.bfloat16)
+    tensors = dict(zip(names, (packed, first, factor)))
+    back = scheme.unpacked(tensors.__getitem__, "X.weight")
+    got = served_pass.client_values("X.weight", back, scheme)
+    np.testing.assert_array_equal(got, want.astype(np.float32))
+    differ += np.sum(schemes.dequantize(back, scheme.tile).astype(ml_dtypes.bfloat16) != want)
+  assert differ  # a product with the reciprocal falls to another side of a tie
+
+
 def test_a_calibration_may_give_the_scale_of_the_tensor(rng):
   """Activations of NVFP4 checkpoints: as if the tensor had the amax, block by block."""
   x = rng.normal(size=(4, 64)).astype(np.float32)

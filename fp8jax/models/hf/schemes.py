@@ -233,6 +233,12 @@ class Scheme:
     scale = np.float32(scale)
     return np.full(self.layout.scalar, reciprocal(scale) if self.layout.inverse else scale)
 
+  def divided_scale(self, codes: Codes) -> np.ndarray:
+    """float32 scales of two levels as E4M3 / the global scale, where `codes` has the product."""
+    factor = np.float32(codes.tensor_scale)
+    whole = reciprocal(factor) if self.layout.inverse else np.float32(1) / factor
+    return _first_level(codes.scale, factor) / whole
+
   def unpacked(self, read: Callable[[str], np.ndarray], name: str, where: str = "") -> Codes:
     """The matrix `name` of a folder, of whose tensors `read` gives each by name.
 
