@@ -9,8 +9,9 @@ held-out cross entropy and KL to the unquantized weights, in nats per token, of 
 that a server computes. --steps ends training early, to measure its time: nothing is written then.
 
   ptq    the released weights, rounded to nearest
-  gptq   GPTQ's codes, of a folder that --job=quantize has written to DIR/gptq-RECIPE
-  qat    trained on the text through the rounding; qad: trained towards the unquantized model
+  gptq   GPTQ's codes, of a folder that --job=quantize writes to DIR/gptq-RECIPE
+  qat    trained on the text through the rounding; qad: trained towards the unquantized model. From
+         GPTQ's codes; with 20 steps, and as released_qad, from the released weights
 """
 
 import argparse
@@ -26,12 +27,13 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 
 import config  # noqa: E402
 
+from configs import base  # noqa: E402
 from fp8jax import console as console_lib  # noqa: E402
 from fp8jax import records  # noqa: E402
 from fp8jax import statistics as intervals  # noqa: E402
 from fp8jax.config import named, resolve  # noqa: E402
 from fp8jax.data import loader  # noqa: E402
-from fp8jax.jobs import start  # noqa: E402
+from fp8jax.jobs import dispatch, start  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
 from fp8jax.models.hf import weights as hf_weights  # noqa: E402
 from fp8jax.run import evaluator, provenance, restore  # noqa: E402
@@ -39,9 +41,12 @@ from fp8jax.sweeps import run as sweep  # noqa: E402
 
 RESULTS, SEEDS = HERE / "results", (0, 1, 2)
 CONFIG = "experiments/2026_qad/config.py"
+RELEASED = "released_qad"
+METHODS = (*config.METHODS, RELEASED)
 ARMS = (
   *(f"{method}-{recipe}" for recipe in config.LONG for method in ("ptq", "gptq")),
   *(f"{method}-{r}-seed{s}" for s in SEEDS for r in config.LONG for method in config.METHODS),
+  *(f"{RELEASED}-{r}-seed{s}" for s in SEEDS for r in config.LONG),
   *(f"ptq-{recipe}" for recipe in config.SHORT),
   *(f"{method}-{recipe}-seed0" for recipe in config.SHORT for method in config.METHODS),
 )
@@ -54,22 +59,36 @@ def split(arm: str) -> tuple[str, str, int]:
   return method, recipe, int(seed[0].removeprefix("seed")) if seed else 0
 
 
-def trial(arm: str) -> tuple[str, dict]:
+def trial(arm: str, root: pathlib.Path) -> tuple[str, dict]:
   """("FILE:ARM" of the configuration, changes): without a method of training, that of qat."""
   method, recipe, seed = split(arm)
-  method = method if method in config.METHODS else "qat"
+  changes: dict = {"seed": seed}
+  if recipe in config.LONG and method in config.METHODS:
+    changes["init.hf"] = str(gptq(recipe, root))
+  method = method.removeprefix("released_") if method in METHODS else "qat"
   kind = "short-" * (recipe in config.SHORT)
-  return f"{CONFIG}:{kind}{method}-{recipe}", {"seed": seed}
+  return f"{CONFIG}:{kind}{method}-{recipe}", changes
 
 
-def evaluate(arm: str, folder: str = "", workdir: str = "") -> tuple[dict, dict]:
+def gptq(recipe: str, root: pathlib.Path) -> pathlib.Path:
+  """The folder of GPTQ's codes; written where there is none."""
+  folder = root / f"gptq-{recipe}"
+  if not (folder / "config.json").exists():
+    c, flat = named.load(f"{CONFIG}:gptq-{recipe}", {}), base.get_config()
+    dispatch.call("quantize", c, flat, str(root / f"gptq-{recipe}.work"), out=str(folder))
+  return folder
+
+
+def evaluate(
+  arm: str, root: pathlib.Path, folder: str = "", workdir: str = ""
+) -> tuple[dict, dict]:  # fmt: skip
   """({source: {"loss", "kl", "tokens"}}, origin) of a folder's weights, or of a run's last ones.
 
   A folder of another than the released weights holds codes already: it is read in BF16.
   """
-  name, changes = trial(arm)
+  name, changes = trial(arm, root)
   # Every arm has the teacher here, and the KL plain.
-  own = {"distill.weight": 1.0, "distill.temperature": 1.0}
+  own = {"distill.weight": 1.0, "distill.temperature": 1.0, "distill.teacher": config.MODEL}
   if folder:
     own["eval.precisions"] = ("bf16",)
   spec = resolve.resolve(named.load(name, changes | own), 1, choose.current_device())
@@ -88,16 +107,12 @@ def measure(arm: str, root: pathlib.Path, steps: int) -> dict | None:
   """The result of an arm; None where it cannot be had yet, or of a measurement of time."""
   method = split(arm)[0]
   if method == "ptq":
-    heldout, origin = evaluate(arm)
+    heldout, origin = evaluate(arm, root)
     return {"heldout": heldout, "origin": {k: origin.get(k) for k in KEPT}}
   if method == "gptq":
-    folder = root / arm
-    if not (folder / "config.json").exists():
-      print(f"{arm}: no folder in {folder}; write it with --job=quantize, GPTQ and --out={folder}")
-      return None
-    heldout, origin = evaluate(arm, folder=str(folder))
+    heldout, origin = evaluate(arm, root, folder=str(gptq(split(arm)[1], root)))
     return {"heldout": heldout, "origin": {k: origin.get(k) for k in KEPT}}
-  name, changes = trial(arm)
+  name, changes = trial(arm, root)
   if steps:
     changes |= {"steps": steps, "optim.warmup_steps": 1, "eval.tokens": 0}
   # Evaluated below, as all arms are.
@@ -107,7 +122,7 @@ def measure(arm: str, root: pathlib.Path, steps: int) -> dict | None:
   if steps:
     print(f"{arm}: seconds of the steps after the first {seconds}")
     return None
-  heldout, _ = evaluate(arm, workdir=str(root / arm))
+  heldout, _ = evaluate(arm, root, workdir=str(root / arm))
   curves = {k: done.curves[k] for k in ("loss", "distill/kl") if k in done.curves}
   return {
     "heldout": heldout, "step_seconds": statistics.median(seconds),
@@ -123,9 +138,10 @@ def _results() -> dict[str, dict]:
 
 def table(results: dict[str, dict]) -> str:
   """Held-out loss and KL by recipe and method, and paired differences over the seeds."""
-  lines = ["| recipe | text | quantity | ptq | gptq | qat | qad | qad - qat | qad - ptq |",
-           "|---" * 9 + "|"]  # fmt: skip
-  count = 2 * 2 * len(config.LONG) * 2  # differences, quantities, texts of the long arms
+  heads = ("recipe", "text", "quantity", "ptq", "gptq", *METHODS, "qad - qat", "qad - start",
+           "qad - released_qad")  # fmt: skip
+  lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+  count = 3 * 2 * len(config.LONG) * 2  # differences, quantities, texts of the long arms
   for recipe in (*config.LONG, *config.SHORT):
     seeds = SEEDS if recipe in config.LONG else SEEDS[:1]
     for source in ("python_docs", "brown"):
@@ -135,10 +151,10 @@ def table(results: dict[str, dict]) -> str:
           return results[arm]["heldout"][source][quantity] if arm in results else None
 
         once = [of(f"{method}-{recipe}") for method in ("ptq", "gptq")]
-        by = {m: [of(f"{m}-{recipe}-seed{s}") for s in seeds] for m in config.METHODS}
+        by = {m: [of(f"{m}-{recipe}-seed{s}") for s in seeds] for m in METHODS}
         cells = [*("" if v is None else f"{v:.4f}" for v in once)]
         cells += ["" if None in v else f"{statistics.mean(v):.4f}" for v in by.values()]
-        for before in (by["qat"], [once[0]] * len(seeds)):
+        for before in (by["qat"], [once[recipe in config.LONG]] * len(seeds), by[RELEASED]):
           is_there = None not in (*by["qad"], *before)
           cells.append(_difference(by["qad"], before, count) if is_there else "")
         if any(cells):
@@ -162,12 +178,13 @@ def main():
   asked = parser.parse_args()
   if unknown := sorted({*asked.arms} - {*ARMS}):
     parser.error(f"unknown arm {unknown[0]!r}; expected some of {', '.join(ARMS)}")
+  root = asked.workdir.resolve()
   os.chdir(ROOT)  # paths of the configuration are relative
   for arm in () if asked.table else asked.arms or ARMS:
     path = RESULTS / f"{arm}.json"
     if path.exists():
       continue
-    result = measure(arm, asked.workdir, asked.steps)
+    result = measure(arm, root, asked.steps)
     if result is not None:
       RESULTS.mkdir(exist_ok=True)
       records.write_atomic(str(path), records.to_json({"arm": arm, **result}, indent=1) + "\n")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every arm, one after the other; about six hours on two idle cores. Resumes where it stopped.
+# Every arm, one after the other; about eight hours on two idle cores. Resumes where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
@@ -8,9 +8,9 @@ export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} PYTHONPATH=.
 for corpus in python_docs brown; do
   [ -d "assets/corpora/$corpus" ] || "$python" experiments/corpora/prepare.py "$corpus"
 done
-for arm in qat-w4a16_g64 qad-w4a16_g64 qat-nvfp4a16 qad-nvfp4a16; do
+for arm in {qat,qad,released_qad}-{w4a16_g64,nvfp4a16}; do
   GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "$python" experiments/2026_qad/run.py "$@" \
     "$arm-seed0" "$arm-seed1" "$arm-seed2"
 done
-# Rounding to nearest, GPTQ where its folder is there, and 20 steps in the other formats.
+# Rounding to nearest, GPTQ, and 20 steps in the other formats.
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "$python" experiments/2026_qad/run.py "$@"
