@@ -37,6 +37,7 @@ class Layout:
     is_manual: True inside a `shard_map` region. Scales still see the whole tensor; partial sums and
       weight gathers are then the caller's.
     microbatches: parts of a step's tokens, one after the other; an array has those of one.
+    in_flight: collectives that a GPU's schedule may have under way at once.
     wire: Quant in which devices send each other their terms of a weight's gradient; None: float32.
   """
 
@@ -45,6 +46,7 @@ class Layout:
   acts: Rules = ()
   is_manual: bool = False
   microbatches: int = 1
+  in_flight: int = 1
   wire: Any = None
 
   def weight_axes(self, letter: str) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 what:      100 steps of 512 tokens by the cross entropy of the text (qat) or by KL to the
            unquantized model (qad), from the released weights unless init.hf names GPTQ's folder;
-           20 steps in an arm short-METHOD-RECIPE; gptq-RECIPE is a --job=quantize, which writes it
+           20 steps in an arm short-METHOD-RECIPE
 command:   bash experiments/2026_qad/run.sh
 hardware:  two CPU cores, 6 GB of memory; emulated products
 expected:  see README.md
@@ -18,7 +18,7 @@ SHORT = (
   "fp8_dynamic", "fp8_240_dynamic", "w8a16", "int8", "w4afp8_g64", "mxfp8_ste", "mxfp4a16",
   "mxfp4_ste", "nvfp4_ste", "nvfp4a16_4or6", "nvfp4_ste_4or6",
 )  # fmt: skip
-ARMS = tuple(f"{method}-{recipe}" for recipe in LONG for method in (*METHODS, "gptq"))
+ARMS = tuple(f"{method}-{recipe}" for recipe in LONG for method in METHODS)
 DATA, MODEL = "assets/corpora", "assets/smollm2-135m"
 
 
@@ -33,13 +33,9 @@ def get_config(arm="qad-w4a16_g64"):
   c.precision.rules = (("head", "bf16"), ("layers/.*", recipe))
   if SERVED[recipe].fwd.multiplies_codes:
     c.kernels.matmul = "dequantized"  # the reference's codes, sums in float32: half the time
-  if method == "gptq":
-    c.weights.hf, c.quantize.methods = MODEL, ("gptq",)
-    c.export.format, c.export.max_kl = "compressed-tensors", 20.0  # the evaluation judges it
-  else:
-    c.init.hf, c.distill.weight = MODEL, METHODS[method]
-    c.distill.teacher = MODEL if c.distill.weight else ""
-  c.model.preset = "smollm2_135m"
+  c.init.hf, c.model.preset = MODEL, "smollm2_135m"
+  c.distill.weight = METHODS[method]
+  c.distill.teacher = MODEL if c.distill.weight else ""
   c.data.eos = "<|endoftext|>"
   c.data.sources = {
     # The domain that is trained on, and a little of one whose held-out part shows forgetting.

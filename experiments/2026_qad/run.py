@@ -50,6 +50,11 @@ ARMS = (
   *(f"ptq-{recipe}" for recipe in config.SHORT),
   *(f"{method}-{recipe}-seed0" for recipe in config.SHORT for method in config.METHODS),
 )
+# Of a --job=quantize; the evaluation judges what comes out.
+QUANTIZED = {
+  "init.hf": "", "weights.hf": config.MODEL, "quantize.methods": ("gptq",),
+  "export.format": "compressed-tensors", "export.max_kl": 20.0,
+}  # fmt: skip
 KEPT = ("commit", "dirty", "versions", "devices", "data_fingerprint")
 
 
@@ -74,8 +79,9 @@ def gptq(recipe: str, root: pathlib.Path) -> pathlib.Path:
   """The folder of GPTQ's codes; written where there is none."""
   folder = root / f"gptq-{recipe}"
   if not (folder / "config.json").exists():
-    c, flat = named.load(f"{CONFIG}:gptq-{recipe}", {}), base.get_config()
-    dispatch.call("quantize", c, flat, str(root / f"gptq-{recipe}.work"), out=str(folder))
+    c = named.load(f"{CONFIG}:qat-{recipe}", QUANTIZED)
+    dispatch.call("quantize", c, base.get_config(), str(root / f"{folder.name}.work"),
+                  out=str(folder))  # fmt: skip
   return folder
 
 

@@ -8,9 +8,9 @@ export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} PYTHONPATH=.
 for corpus in python_docs brown; do
   [ -d "assets/corpora/$corpus" ] || "$python" experiments/corpora/prepare.py "$corpus"
 done
-for arm in {qat,qad,released_qad}-{w4a16_g64,nvfp4a16}; do
+for arm in qat-w4a16_g64 qad-w4a16_g64 qat-nvfp4a16 qad-nvfp4a16; do
   GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "$python" experiments/2026_qad/run.py "$@" \
     "$arm-seed0" "$arm-seed1" "$arm-seed2"
 done
-# Rounding to nearest, GPTQ, and 20 steps in the other formats.
+# QAD from the released weights, rounding to nearest, GPTQ, and 20 steps in the other formats.
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "$python" experiments/2026_qad/run.py "$@"

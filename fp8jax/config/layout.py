@@ -34,7 +34,10 @@ def read(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigError
     return axes.Layout(microbatches=c.grad_accum_steps)
   tables = axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
   wire = storage.WIRES.get(c.optim.grad_wire)  # an unknown one is refused with its section
-  layout = axes.Layout(make_mesh(shape), *tables, microbatches=c.grad_accum_steps, wire=wire)
+  layout = axes.Layout(
+    make_mesh(shape), *tables, microbatches=c.grad_accum_steps,
+    in_flight=c.mesh.collectives_in_flight, wire=wire,
+  )  # fmt: skip
   return layout.served() if needs.is_served(c) else layout
 
 

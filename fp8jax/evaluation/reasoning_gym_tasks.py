@@ -115,5 +115,6 @@ def verify(item: Item, output: str) -> Verdict:
     answer = numbers[-1].replace(",", "")
   score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
   with verifiers.time_limit(verifiers.SECONDS):
-    mark = float(score(answer, entry)) if answer else 0.0
+    # Its annotation has no parameters.
+    mark = float(score(answer, entry)) if answer else 0.0  # pyright: ignore[reportCallIssue]
   return Verdict(mark >= 1.0, answer, "" if mark in (0.0, 1.0) else f"partial credit {mark:.2f}")

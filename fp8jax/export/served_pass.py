@@ -91,5 +91,7 @@ def client_values(name: str, codes: Codes, scheme: Scheme) -> np.ndarray:
   if scheme.container not in _IN_BF16:
     return schemes.dequantize(codes, scheme.tile)
   if codes.tensor_scale is not None:
-    codes = dataclasses.replace(codes, scale=scheme.divided_scale(codes))
+    factor = np.float32(codes.tensor_scale)
+    whole = schemes.reciprocal(factor) if scheme.layout.inverse else np.float32(1) / factor
+    codes = dataclasses.replace(codes, scale=schemes.first_level(codes.scale, factor) / whole)
   return schemes.dequantize(codes, scheme.tile).astype(jnp.bfloat16).astype(np.float32)

@@ -336,19 +336,27 @@ def _instead(problem: GemmProblem) -> str:
   )
 
 
-def compiler_options(device: Device) -> dict[str, bool] | None:
+def compiler_options(device: Device, in_flight: int = 1) -> dict[str, Any] | None:
   """For jax.jit of a program with FP8 GEMMs.
 
   On GPU XLA's Triton may take an FP8 GEMM with tiles too small for the FP8 instruction: it then
   converts both operands and multiplies in 16 bits. cuBLASLt never does. The XLA of jax 0.11 may put
   a GEMM into the fusion that stores its result among those of all layers, and multiply a second
   time for its other readers; 0.12 does not.
+
+  Args:
+    in_flight: collectives that the schedule may have under way. With one, XLA puts no product
+      beside the reduce-scatters of FP8's gradients: each waits for its own place among gathers, and
+      those that are carried into the next layer's pass all stand before its weight gradients.
   """
   if device.platform != "gpu":
     return None
-  options = {"xla_gpu_enable_triton_gemm": False}
+  options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
   if jax.__version_info__ < (0, 12):
     options["xla_gpu_enable_dynamic_slice_fusion"] = False
+  if in_flight > 1:
+    options["xla_gpu_experimental_parallel_collective_overlap_limit"] = in_flight
+    options["xla_gpu_pipeline_reduce_scatter"] = "COLLECTIVE_PIPELINING_MODE_OFF"
   return options
 
 

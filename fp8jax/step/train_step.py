@@ -154,7 +154,7 @@ def make_step(spec: train_spec.TrainSpec, teacher=None):
     rate = rate if rate_scale is None else rate * rate_scale
     return take_step(spec, state, batch, sites, rate, jax.random.wrap_key_data(key), teacher)
 
-  options = choose.compiler_options(spec.device)
+  options = choose.compiler_options(spec.device, spec.run.layout.in_flight)
   key = np.asarray(jax.random.key_data(jax.random.key(spec.seed)))
   teacher = distillation.abstract(spec) if teacher is None else teacher
   return StepFn(jax.jit(step, donate_argnums=0, compiler_options=options), key, teacher)

@@ -60,6 +60,26 @@ def account(config_path: str, overrides: dict, gpu: str = "h200", num: int = 8) 
   }  # fmt: skip
 
 
+def traffic(spec, compiled) -> dict[str, list[int]]:
+  """{axis: [bytes of weights' gradients over it, those of them beside products]}."""
+  from fp8jax.compiled import collectives
+
+  rows, found = collectives.account(compiled.as_text(), dict(spec.run.layout.mesh.shape)), {}
+  for axis, kind in (("data", "all-reduce"), ("fsdp", "reduce-scatter")):
+    own = [r for r in rows if (r.axes, r.kind, r.dtype) == ((axis,), kind, "f32")]
+    found[axis] = [sum(getattr(r, field) for r in own) for field in ("nbytes", "beside")]
+  return found
+
+
+def in_flight(config_path: str, limits: tuple[int, ...]) -> list[dict]:
+  """`traffic` and bytes of memory of a config's step, by mesh.collectives_in_flight."""
+  from fp8jax.kernels import choose
+
+  spec, lowered = lower(load(config_path, {}), "h200", 8)
+  made = [lowered.compile(choose.compiler_options(spec.device, limit)) for limit in limits]
+  return [traffic(spec, x) | {"memory": x.memory_analysis().temp_size_in_bytes} for x in made]
+
+
 def _show(capsys, found: dict):
   with capsys.disabled():
     print(f"\n{found['table']}{found['refused']}")
@@ -85,6 +105,17 @@ def test_infir2_fits_eight_h200_in_fp8(config, capsys):
     gathered = found["elements_gathered"]
     assert gathered["u8"] > 0 and gathered["bf16"] == 152_064 * 3584
   assert sum(found["gib_per_gpu"].values()) < 141e9 / 2**30
+
+
+@pytest.mark.aot
+def test_gradients_travel_once_a_step_over_data_and_with_eight_in_flight_beside_products():
+  one, eight = _elsewhere("in_flight('configs/cpt_7b.py', (1, 8))")
+  for found in (one, eight):
+    # Of 30.5 GB of float32 in four shards a ring of two receives as much once; over fsdp 16 times.
+    assert found["data"][0] < 8e9
+    assert found["fsdp"][0] == pytest.approx(339.4e9, rel=0.01)
+  assert one["fsdp"][1] < 0.3 * one["fsdp"][0] < 0.6 * eight["fsdp"][0] < eight["fsdp"][1]
+  assert eight["memory"] < 1.02 * one["memory"]
 
 
 def account_without_text(*args) -> dict:

@@ -50,7 +50,7 @@ LEAST_2 = "rl.samples"
 LEAST_1 = """steps global_batch grad_accum_steps seq_len memory.loss_chunk eval.batch
   checkpoint.keep log.every export.gate_tokens quantize.tokens calibrate.batches noise.tokens
   prepare.shard_tokens generate.slots rl.prompts rl.updates_per_rollout rl.max_new_tokens
-  generate.num_samples"""
+  generate.num_samples mesh.collectives_in_flight"""
 LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.shuffle_windows
   data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction
   optim.base_width distill.weight eval.tokens eval.every eval.questions checkpoint.every
@@ -67,7 +67,8 @@ ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
 IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
   kernels.optimizer kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy
   memory.save_gemm_inputs memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos
-  data.workers data.prefetch mesh.data mesh.fsdp mesh.tensor sharding.weights sharding.acts"""
+  data.workers data.prefetch mesh.data mesh.fsdp mesh.tensor mesh.collectives_in_flight
+  sharding.weights sharding.acts"""
 NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "calibrate",
                "sensitivity", "search", "noise", "prepare", "generate", "plan_inference",
                "precision.verify_fp8_gemms")  # fmt: skip

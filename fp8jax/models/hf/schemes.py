@@ -206,7 +206,7 @@ class Scheme:
     return tuple((stem + last, code, size) for last, code, size in parts)
 
   def packed(self, codes: Codes, input_scale: float | None) -> list[np.ndarray]:
-    """The tensors of a matrix, see `tensors`. Raises ValueError: see _first_level."""
+    """The tensors of a matrix, see `tensors`. Raises ValueError: see first_level."""
     layout, data, scale = self.layout, codes.data, np.asarray(codes.scale, np.float32)
     shape = data.shape
     if layout.codes[1] in ("U8", "I32"):
@@ -217,7 +217,7 @@ class Scheme:
     if layout.scale[1] == "U8":
       scale = scale.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
     if codes.tensor_scale is not None and layout.tensor_scale:
-      scale = _first_level(scale, np.float32(codes.tensor_scale))
+      scale = first_level(scale, np.float32(codes.tensor_scale))
       scale = np.repeat(scale, self.weight.tile[0], 0)[: shape[0]]
     scale = scale.reshape(self.scale_shape(shape)).astype(DTYPES[layout.scale[1]])
     made = [data.astype(DTYPES[layout.codes[1]]), scale]
@@ -232,12 +232,6 @@ class Scheme:
   def _scalar(self, scale) -> np.ndarray:
     scale = np.float32(scale)
     return np.full(self.layout.scalar, reciprocal(scale) if self.layout.inverse else scale)
-
-  def divided_scale(self, codes: Codes) -> np.ndarray:
-    """float32 scales of two levels as E4M3 / the global scale, where `codes` has the product."""
-    factor = np.float32(codes.tensor_scale)
-    whole = reciprocal(factor) if self.layout.inverse else np.float32(1) / factor
-    return _first_level(codes.scale, factor) / whole
 
   def unpacked(self, read: Callable[[str], np.ndarray], name: str, where: str = "") -> Codes:
     """The matrix `name` of a folder, of whose tensors `read` gives each by name.
@@ -367,7 +361,7 @@ def reciprocal(scale: np.float32) -> np.float32:
   return next((x for x in near if np.float32(1) / x == scale), first)
 
 
-def _first_level(scale: np.ndarray, tensor_scale: np.float32) -> np.ndarray:
+def first_level(scale: np.ndarray, tensor_scale: np.float32) -> np.ndarray:
   """float32 of the E4M3 numbers whose products with tensor_scale the scales are."""
   first = (scale / tensor_scale).astype(E4M3.dtype).astype(np.float32)
   if not np.array_equal(first * tensor_scale, scale):
