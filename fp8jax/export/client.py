@@ -30,7 +30,7 @@ _LOGITS = """
 import json, os, sys, tempfile
 os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy, torch, transformers
-folder, tokens, target = sys.argv[1:]
+folder, tokens, target, products = sys.argv[1:]
 path, stated, config = os.path.join(folder, "config.json"), {}, {}
 if os.path.exists(path):  # adapters have none
   with open(path) as f:
@@ -67,11 +67,21 @@ def predicted(row):
   h = model(row, use_cache=False, output_hidden_states=True).hidden_states[-1]
   score = model.score(h)[0].float().numpy()
   return numpy.concatenate([score, 0 * score], -1)
-rows, made = numpy.load(tokens), []
+rows, made, kept = numpy.load(tokens), [], {}
+def watch(name):
+  def hook(module, args, y):
+    if name + ".x" not in kept:  # of the first row
+      y = y if module.bias is None else y - module.bias
+      kept.update({name + end: t[0, :16].float().numpy().copy()
+                   for end, t in ((".x", args[0]), (".y", y))})
+  return hook
 with torch.no_grad():
   if narrow:
     model(torch.zeros(1, 1).long(), use_cache=False)
     torch.nn.Module.float(model)
+  for name, module in model.named_modules():
+    if getattr(getattr(module, "quantization_scheme", None), "input_activations", None):
+      module.register_forward_hook(watch(name))
   for enabled in (True, False):
     for module in model.modules():
       if getattr(module, "quantization_scheme", None) is not None:
@@ -79,6 +89,7 @@ with torch.no_grad():
     # A cache may quantize keys and values.
     made.append(numpy.stack([predicted(torch.from_numpy(row[None]).long()) for row in rows]))
 numpy.save(target, numpy.stack(made))
+numpy.savez(products, **kept)
 schemes = [getattr(m, "quantization_scheme", None) for m in model.modules()]
 print(json.dumps({"quantized": sum(getattr(s, "weights", None) is not None for s in schemes)}))
 """
@@ -111,8 +122,9 @@ def probe(e: Export) -> dict[str, str]:
 
 def logits(
   e: Export, folder: str, tokens_BL: np.ndarray, vocab_size: int, quantized: int
-) -> tuple[np.ndarray, np.ndarray]:
-  """(as the client computes, with activations unquantized): logits [B, L, V], float32.
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+  """(as the client computes, with activations unquantized): logits [B, L, V], float32; and
+  {"model.layers.0.mlp.up_proj.x" or .y: [at most 16 tokens, in or out]} of quantized activations.
 
   Args:
     quantized: how many matrices of compressed-tensors' must have a scheme there.
@@ -120,13 +132,15 @@ def logits(
   Raises:
     UserError: the client cannot read the folder, or left a matrix unquantized; tells its error.
   """
-  shape, made = (2, *tokens_BL.shape, vocab_size), None
+  shape, made, products = (2, *tokens_BL.shape, vocab_size), None, {}
   with tempfile.TemporaryDirectory() as scratch:
-    files = [os.path.join(scratch, name) for name in ("tokens.npy", "logits.npy")]
+    files = [os.path.join(scratch, name) for name in ("tokens.npy", "logits.npy", "x.npz")]
     np.save(files[0], tokens_BL)
     error, printed = _run(e.client_python, _LOGITS, os.path.abspath(folder), *files)
     with contextlib.suppress(OSError, ValueError):
       made = None if error else np.load(files[1])
+      with np.load(files[2]) as kept:
+        products = dict(kept)
   if made is None or made.shape != shape:
     why = error or f"it wrote no logits of shape {shape}, and printed {printed[-80:]!r}"
     fix = f"; {_needs(e)}: install them there" if error.startswith(_MISSING) else ""
@@ -141,7 +155,7 @@ def logits(
       f"quantized matrices, and the folder {quantized}: it fell back to unquantized weights; "
       "please report it with its version"
     )
-  return made[0], made[1]
+  return made[0], made[1], products
 
 
 def _needs(e: Export) -> str:

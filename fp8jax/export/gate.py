@@ -3,11 +3,12 @@
 Fidelity: does a client compute what we say that the folder computes? The logits of transformers on
 a CPU, in float32 and with activations unquantized, stand beside those of our own forward pass of
 the folder's weights. Their KL is at most FIDELITY times the noise floor of these weights
-(evaluation/divergence.py), or times _LEAST. As the client computes, with the activations that
-it quantizes, the KL from our pass in the folder's precision is at most FIDELITY times the floor of
-that precision, or what the rounding of activations costs: readers round in an order of their own,
-and one activation that is rounded the other way moves all that follow. INT8 is such a case,
-where the package divides by 127.5 and servers by 127.
+(evaluation/divergence.py), or times _LEAST. Of activations that it quantizes, every matrix's
+product is held against ours of the same inputs, as the client rounds them: it differs by at most
+PRODUCT of what the rounding costs. From logits to logits that cannot be asked: readers sum in an
+order of their own, one activation that is rounded the other way moves all that follow, and the KL
+is that of two roundings. It is at most FIDELITY times the floor of that precision, or what the
+rounding of activations costs. INT8 has more, for the package divides by 127.5 and servers by 127.
 
 Cost: how far is the folder from its source? The mean over tokens of KL(source || folder), in nats,
 with the bootstrap interval over windows, and the share of tokens whose most likely successor is the
@@ -16,6 +17,7 @@ export.max_kl alone.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -35,10 +37,14 @@ from fp8jax.export import served_pass
 from fp8jax.export.settings import Export
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import schemes
+from fp8jax.models.hf import weights as hf_weights
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step.train_spec import TrainSpec
 
 FIDELITY = 3.0
+# SmolLM2's products differ by 0.007 of the rounding's cost at most, for ties; a scale that is 0.4 %
+# larger makes it 0.5, since the largest codes then round otherwise.
+PRODUCT = 0.1
 # Nats per token: float32 sums in another order differ by as much in SmolLM2 (5e-11, with a floor of
 # 3.5e-11), and one ulp may flip nothing in a small model.
 _LEAST = 3e-11
@@ -72,9 +78,9 @@ class Gate:
 
   Attributes:
     report: {reader: {"kl", "low", "high", "dlogp", "top1"}} of the comparisons with the source,
-      "fidelity": {"kl", "bound"} of the client's weights and {"served_kl", "served_bound"} of its
-      activations, "tokens", and "noise_floor": the source against itself with its norms one ulp
-      away.
+      "fidelity": {"kl", "bound"} of the client's weights and {"served_kl", "served_bound",
+      "product": the largest of `products`, "product_of"} of its activations, "tokens", and
+      "noise_floor": the source against itself with its norms one ulp away.
   """
 
   def __init__(
@@ -142,7 +148,7 @@ class Gate:
       bounds["served_bound"] = FIDELITY * max(floor, self._kl(ours, served))
     if jax.process_index() == 0:
       tokens_BL = np.concatenate([b.tokens_BL for b in self._batches])
-      parts = client_lib.logits(
+      *parts, kept = client_lib.logits(
         self._spec.of(Export), folder, tokens_BL, ours[0].shape[-1], _schemes(plan)
       )
       made, plain = (np.split(x, len(self._batches)) for x in parts)
@@ -151,7 +157,20 @@ class Gate:
       found = {"kl": self._kl(ours, plain)}
       found |= {"served_kl": self._kl(served, made)} if is_quantized else {}
       self.report["fidelity"] = found | bounds
+      if plan is not None and is_quantized and _schemes(plan):
+        self._judge_products(products(kept, folder, plan))
       self._judge_client(found, bounds)
+
+  def _judge_products(self, found: Mapping[str, float]):
+    name = max(found, key=lambda name: found[name] if found[name] >= 0 else math.inf)
+    self.report["fidelity"] |= {"product": found[name], "product_of": name}
+    if not found[name] <= PRODUCT:
+      raise UserError(
+        f"export refused, nothing was written: transformers multiplies {name} otherwise than "
+        f"fp8jax: of the same activations the product differs by {found[name]:.3f} of what their "
+        f"rounding costs, more than {PRODUCT:g}; please report it with the versions of the client, "
+        "or export without export.client_python and check the server"
+      )
 
   def _judge_client(self, found: Mapping[str, float], bounds: Mapping[str, float]):
     for kl, bound, what in (
@@ -201,6 +220,36 @@ class Gate:
         f"export.max_kl={most}; take a finer export.strategy or recipe, keep layers unquantized by "
         "precision.first_bf16 and last_bf16, or raise export.max_kl"
       )
+
+
+def products(
+  kept: Mapping[str, np.ndarray], folder: str, plan: fp8_lib.Plan
+) -> dict[str, float]:  # fmt: skip
+  """{weight: |its product in the client - ours| / |ours - that of unrounded activations|}.
+
+  Args:
+    kept: inputs and products of the client's matrices, see client.logits.
+
+  Raises:
+    UserError: it has not quantized the activations of a matrix.
+  """
+  reader, found = hf_weights.Folder(folder, values=served_pass.client_values), {}
+  for name, matrix in plan.matrices.items():
+    if matrix.scheme.inputs is None:
+      continue
+    stem = name.removesuffix(".weight")
+    if f"{stem}.x" not in kept:
+      raise UserError(
+        f"export refused, nothing was written: transformers left the activations of {name} "
+        "unquantized; please report it with the versions of the client"
+      )
+    x, w = kept[f"{stem}.x"], reader.read_float(name)
+    rounded = served_pass.client_inputs(x, matrix)
+    ours, cost = rounded @ w.T, np.linalg.norm((x - rounded) @ w.T)
+    error = np.linalg.norm(kept[f"{stem}.y"] - ours)
+    cost = max(cost, 1e-5 * np.linalg.norm(ours))  # rounding may cost nothing, sums in float32 do
+    found[name] = float(error / cost) if error else 0.0
+  return found
 
 
 @jax.jit

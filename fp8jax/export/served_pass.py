@@ -17,7 +17,7 @@ from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.schemes import Codes, Scheme
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
-from fp8jax.quantization import amax_history
+from fp8jax.quantization import amax_history, quantize
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Accumulation, Gemm, Recipe
 from fp8jax.recipe.quant import CURRENT
@@ -75,6 +75,23 @@ def load(spec: TrainSpec, folder: str):
 def load_as_client(spec: TrainSpec, folder: str):
   """The parameters of a folder as transformers dequantizes them on a CPU."""
   return hf_weights.load_params(folder, spec.model, spec.run.layout, values=client_values)[0]
+
+
+def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix) -> np.ndarray:
+  """float32 [tokens, in]: activations as compressed-tensors 0.20 rounds them for a matrix.
+
+  Integers are symmetric about -1/2 there: a current scale is the largest magnitude / 127.5.
+  """
+  quant, x = matrix.scheme.inputs, np.asarray(x, np.float32)
+  assert quant is not None
+  if quant.format.dtype == jnp.int8:
+    least = -(2 ** (quant.format.bits - 1))
+    current = np.abs(x).max(-1, keepdims=True) / np.float32(-least - 0.5)
+    scale = np.float32(current if matrix.input_scale is None else matrix.input_scale)
+    scale = np.where(scale > 0, scale, np.float32(1))
+    return np.clip(np.rint(x / scale), least, -least - 1) * scale
+  amax = None if matrix.input_scale is None else np.float32(_input_amax(matrix))
+  return np.asarray(quantize.quantize(x, quant, contraction=1, amax=amax).dequantize())
 
 
 # compressed-tensors 0.20 dequantizes NVFP4 so (compressors/nvfp4), transformers 5 fine-grained FP8.

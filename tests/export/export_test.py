@@ -1,6 +1,7 @@
 """--job=export in FP8: the gate, the client, what is refused, the model card and the upload."""
 
 import json
+import pathlib
 import re
 import resource
 import stat
@@ -81,6 +82,7 @@ if "import_module" in script and "transformers" in arguments:
   print(json.dumps({"transformers": "5"}))
 else:
   shutil.copyfile("LOGITS", arguments[2])
+  shutil.copyfile("PRODUCTS", arguments[3])
   print('{"quantized": FOUND}')
 """
 
@@ -90,6 +92,60 @@ SPOILT = {
   "activations": "transformers computes another model from the activations than fp8jax reads",
   "count": "has 13 quantized matrices, and the folder 14: it fell back to unquantized weights",
 }
+OF = "model.layers.1.mlp.down_proj"
+
+
+def _products(folder, rng, spoil: str) -> dict[str, np.ndarray]:
+  """Inputs and products of a folder's matrices, in float64; scales of tokens and of channels."""
+  dtypes = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F32": np.float32, "BF16": ml_dtypes.bfloat16}
+  tensors = {name: np.frombuffer(t["data"], dtypes[t["dtype"]]).reshape(t["shape"])
+             for name, t in safetensors.deserialize((folder / "model.safetensors").read_bytes())
+            }  # fmt: skip
+  kept = {}
+  for name in [n.removesuffix(".weight_scale") for n in tensors if n.endswith("weight_scale")]:
+    w, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
+    x = rng.normal(size=(16, w.shape[1])).astype(np.float32)
+    of = np.abs(x).max(-1, keepdims=True) / np.float32(448)
+    of = of * np.float32(1.01 if (spoil, name) == ("product", OF) else 1)
+    codes = np.clip(x / of, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    kept[f"{name}.x"] = x
+    kept[f"{name}.y"] = (codes.astype(np.float64) * of) @ (w.astype(np.float64) * scale).T
+  assert len(kept) == 28
+  return {k: v for k, v in kept.items() if (spoil, k) != ("silent", f"{OF}.x")}
+
+
+@pytest.mark.parametrize("spoil", ["", "product", "silent"])
+def test_products_of_quantized_activations_are_the_clients(
+  export, rng, tmp_path, monkeypatch, spoil
+):
+  """A scale that is 1 % larger is refused, and activations that the client left as they are."""
+  files = {word: tmp_path / word.lower() for word in ("LOGITS", "PRODUCTS")}
+  client = export_gate.Gate.client
+
+  def watched(gate, folder, versions, read, plan):
+    ours = np.concatenate([*gate._logits(served_pass.load_as_client(gate._spec, folder))])
+    for word, save in (
+      ("LOGITS", lambda f: np.save(f, np.stack([ours, ours]))),
+      ("PRODUCTS", lambda f: np.savez(f, **_products(pathlib.Path(folder), rng, spoil))),
+    ):  # fmt: skip
+      with files[word].open("wb") as f:
+        save(f)
+    return client(gate, folder, versions, read, plan)
+
+  monkeypatch.setattr(export_gate.Gate, "client", watched)
+  script = CLIENT.replace("FOUND", "14")
+  for word, path in files.items():
+    script = script.replace(word, str(path))
+  python = {"export.client_python": _script(tmp_path / "python", script)}
+  done = export(**{"export.format": "compressed-tensors"}, **python)
+  if spoil:
+    said = {"product": f"transformers multiplies {OF}.weight otherwise than fp8jax",
+            "silent": f"transformers left the activations of {OF}.weight unquantized"}  # fmt: skip
+    assert done.code == 1 and not done.target.exists() and said[spoil] in done.stderr
+    return
+  assert done.code == 0, done.stderr
+  fidelity = json.loads(done.stdout)["gate"]["fidelity"]
+  assert fidelity["product"] < 0.01 and fidelity["product_of"].endswith("_proj.weight")
 
 
 @pytest.mark.parametrize("spoil", ["", *SPOILT])
@@ -107,9 +163,9 @@ def test_export_writes_fp8_that_both_readers_pass_and_nothing_otherwise(
     return client(gate, folder, versions, read, plan)
 
   monkeypatch.setattr(export_gate.Gate, "client", watched)
-  script = CLIENT.replace("LOGITS", str(logits)).replace(
-    "FOUND", "13" if spoil == "count" else "14"
-  )
+  script = CLIENT.replace("FOUND", "13" if spoil == "count" else "14")
+  np.savez(products := tmp_path / "products.npz")
+  script = script.replace("LOGITS", str(logits)).replace("PRODUCTS", str(products))
   form = {"export.format": "compressed-tensors"} if spoil == "count" else FP8
   done = export(**form, **{"export.client_python": _script(tmp_path / "python", script)})
   assert not (tmp_path / "target.part").exists()
