@@ -161,13 +161,13 @@ class Gate:
         self._judge_products(products(kept, folder, plan))
       self._judge_client(found, bounds)
 
-  def _judge_products(self, found: Mapping[str, float]):
-    name = max(found, key=lambda name: found[name] if found[name] >= 0 else math.inf)
-    self.report["fidelity"] |= {"product": found[name], "product_of": name}
-    if not found[name] <= PRODUCT:
+  def _judge_products(self, ratios: Mapping[str, float]):
+    name = max(ratios, key=lambda name: ratios[name] if ratios[name] >= 0 else math.inf)
+    self.report["fidelity"] |= {"product": ratios[name], "product_of": name}
+    if not ratios[name] <= PRODUCT:
       raise UserError(
         f"export refused, nothing was written: transformers multiplies {name} otherwise than "
-        f"fp8jax: of the same activations the product differs by {found[name]:.3f} of what their "
+        f"fp8jax: of the same activations the product differs by {ratios[name]:.3f} of what their "
         f"rounding costs, more than {PRODUCT:g}; please report it with the versions of the client, "
         "or export without export.client_python and check the server"
       )
@@ -233,7 +233,7 @@ def products(
   Raises:
     UserError: it has not quantized the activations of a matrix.
   """
-  reader, found = hf_weights.Folder(folder, values=served_pass.client_values), {}
+  reader, ratios = hf_weights.Folder(folder, values=served_pass.client_values), {}
   for name, matrix in plan.matrices.items():
     if matrix.scheme.inputs is None:
       continue
@@ -248,8 +248,8 @@ def products(
     ours, cost = rounded @ w.T, np.linalg.norm((x - rounded) @ w.T)
     error = np.linalg.norm(kept[f"{stem}.y"] - ours)
     cost = max(cost, 1e-5 * np.linalg.norm(ours))  # rounding may cost nothing, sums in float32 do
-    found[name] = float(error / cost) if error else 0.0
-  return found
+    ratios[name] = float(error / cost) if error else 0.0
+  return ratios
 
 
 @jax.jit

@@ -64,11 +64,11 @@ def traffic(spec, compiled) -> dict[str, list[int]]:
   """{axis: [bytes of weights' gradients over it, those of them beside products]}."""
   from fp8jax.compiled import collectives
 
-  rows, found = collectives.account(compiled.as_text(), dict(spec.run.layout.mesh.shape)), {}
+  rows, moved = collectives.account(compiled.as_text(), dict(spec.run.layout.mesh.shape)), {}
   for axis, kind in (("data", "all-reduce"), ("fsdp", "reduce-scatter")):
     own = [r for r in rows if (r.axes, r.kind, r.dtype) == ((axis,), kind, "f32")]
-    found[axis] = [sum(getattr(r, field) for r in own) for field in ("nbytes", "beside")]
-  return found
+    moved[axis] = [sum(getattr(r, field) for r in own) for field in ("nbytes", "beside")]
+  return moved
 
 
 def in_flight(config_path: str, limits: tuple[int, ...]) -> list[dict]:
@@ -110,10 +110,10 @@ def test_infir2_fits_eight_h200_in_fp8(config, capsys):
 @pytest.mark.aot
 def test_gradients_travel_once_a_step_over_data_and_with_eight_in_flight_beside_products():
   one, eight = _elsewhere("in_flight('configs/cpt_7b.py', (1, 8))")
-  for found in (one, eight):
+  for moved in (one, eight):
     # Of 30.5 GB of float32 in four shards a ring of two receives as much once; over fsdp 16 times.
-    assert found["data"][0] < 8e9
-    assert found["fsdp"][0] == pytest.approx(339.4e9, rel=0.01)
+    assert moved["data"][0] < 8e9
+    assert moved["fsdp"][0] == pytest.approx(339.4e9, rel=0.01)
   assert one["fsdp"][1] < 0.3 * one["fsdp"][0] < 0.6 * eight["fsdp"][0] < eight["fsdp"][1]
   assert eight["memory"] < 1.02 * one["memory"]
 
