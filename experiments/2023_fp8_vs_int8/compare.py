@@ -3,7 +3,7 @@
 what:      signal-to-noise ratios by class of tensor; KL and loss of two texts; both signs
 command:   python experiments/2023_fp8_vs_int8/compare.py LAB      (resumes; then tables of README)
            LAB has runs/0p8m-python_docs-bf16-512steps-seed0 to seed2, of experiments/lab/
-           run_queue.py; short trainings are written beside them, under fp8_vs_int8/
+           run_queue.py; other trainings are written beside them, under fp8_vs_int8/
 needs:     assets/smollm2-135m (make run), assets/corpora (experiments/corpora/prepare.py all)
 hardware:  one CPU core, 6 GB of memory; CPU-seconds stand in results.json
 """
@@ -95,6 +95,18 @@ def qat(lab: pathlib.Path, seed: int) -> dict[str, dict]:
   return found
 
 
+def from_the_start(lab: pathlib.Path, seed: int) -> dict[str, dict]:
+  """{format: windows} of a model that trained in FP8 as those of LAB did in BF16."""
+  c = pretrain_tiny.get_config("0p8m-python_docs-block_128")
+  c.steps, c.seed, c.eval.tokens = 512, seed, 0
+  c.optim.warmup_steps = c.optim.decay_steps = 64
+  c.kernels.matmul = "dequantized"
+  folder = lab / f"fp8_vs_int8/block_128-seed{seed}"
+  dispatch.call("train", c, base.get_config(), str(folder))
+  model = served.tiny(str(folder), TOKENS)
+  return {name: model.measure(gemm(name)) for name in ("INT8", "E4M3")}
+
+
 def run(kept: served.Kept, lab: pathlib.Path):
   plain = functools.cache(lambda: served.smollm2(TOKENS))
   loud = functools.cache(lambda: served.with_outliers(plain(), TIMES, EVERY))
@@ -106,6 +118,7 @@ def run(kept: served.Kept, lab: pathlib.Path):
   kept("tensors", errors)
   for seed in SEEDS:
     kept(f"qat, seed {seed}", lambda seed=seed: qat(lab, seed))
+    kept(f"block_128, seed {seed}", lambda seed=seed: from_the_start(lab, seed))
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -158,14 +171,23 @@ def _loss(of, text: str) -> float:
 
 
 def _qat(arms) -> str:
-  """Losses over seeds, in percent of the BF16 model before; paired with the control."""
-  seeds = [arms[f"qat, seed {seed}"] for seed in SEEDS]
+  """Losses over seeds, in percent of the unquantized model that training began or ended with."""
+  seeds = [
+    arms[f"qat, seed {seed}"]
+    | {f"block_128, {name}": of for name, of in arms[f"block_128, seed {seed}"].items()}
+    for seed in SEEDS
+  ]
   pairs = {
     "QAT in INT8 against BF16 steps, both in INT8": ("INT8, INT8", "BF16, INT8"),
     "QAT in E4M3 against BF16 steps, both in E4M3": ("E4M3, E4M3", "BF16, E4M3"),
     "QAT in INT8 against QAT in E4M3, each in its own": ("INT8, INT8", "E4M3, E4M3"),
     "trained in E4M3, taken to INT8 against itself in E4M3": ("E4M3, INT8", "E4M3, E4M3"),
     "trained in E4M3, taken to INT8 against QAT in INT8": ("E4M3, INT8", "INT8, INT8"),
+    "trained in block_128 from the start, INT8 against E4M3": (
+      "block_128, INT8",
+      "block_128, E4M3",
+    ),
+    "INT8: trained in block_128 from the start against BF16": ("block_128, INT8", "before, INT8"),
     "null: INT8 before any step, norms one ulp larger": None,
   }
   rows = []
@@ -177,12 +199,12 @@ def _qat(arms) -> str:
       else:
         of = [s["before, null"][text] for s in seeds]
         values = [_loss({text: {"windows": o["null"]}}, text) - _loss({text: o}, text) for o in of]
-      e = statistics.estimate(values, 10 if pair else 1)
+      e = statistics.estimate(values, 14 if pair else 1)
       row.append(f"{e.mean:+.3f} [{e.low:+.3f}, {e.high:+.3f}]")
       row.append("" if not pair else statistics.verdict(e.low, e.high, 0.0, (
         "lower", "higher", "no verdict: too short")))  # fmt: skip
     rows.append(row)
-  head = ["loss, % of BF16's", "manual", "", "Brown", ""]
+  head = ["loss, % of the unquantized", "manual", "", "Brown", ""]
   return tensors.markdown(head, rows)
 
 
@@ -192,8 +214,8 @@ def tables(arms) -> str:
     parts += ["Signal-to-noise ratio, mean of layers:", _tensors(arms["tensors"])]
   if all(f"{m}, {f}" in arms for m in ("smollm2-135m", "smollm2-135m-outliers") for f in FORMATS):
     parts += ["The model:", _models(arms)]
-  if all(f"qat, seed {seed}" in arms for seed in SEEDS):
-    parts += [f"QAT of {STEPS} steps, three seeds:", _qat(arms)]
+  if all(f"{of}, seed {seed}" in arms for of in ("qat", "block_128") for seed in SEEDS):
+    parts += [f"QAT of {STEPS} steps and training in FP8, three seeds:", _qat(arms)]
   return "\n\n".join(parts)
 
 
