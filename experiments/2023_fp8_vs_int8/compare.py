@@ -73,6 +73,7 @@ def trained(lab: pathlib.Path, seed: int, how: str) -> str:
   """The folder of a model that trained 20 more steps in a format."""
   c = pretrain_tiny.get_config(f"0p8m-python_docs-{TRAINED[how]}")
   c.init.workdir = str(lab / f"runs/0p8m-python_docs-bf16-512steps-seed{seed}")
+  c.init.weights_only = True
   c.precision.compute_dtype, c.precision.verify_fp8_gemms = "float32", False
   c.steps, c.seed, c.eval.tokens = STEPS, 100 + seed, 0
   c.optim.schedule, c.optim.warmup_steps = "cosine", 2

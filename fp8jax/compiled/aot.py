@@ -25,7 +25,9 @@ from fp8jax.step import train_spec, train_step
 
 # What XLA knows of a GPU: device descriptions, and compute capability x 10.
 FOLDER = pathlib.Path(__file__).resolve().parent / "topologies"
-CAPABILITY = {"h100": 90, "h200": 90, "b200": 100}
+CAPABILITY = {
+  "a100": 80, "l4": 89, "rtx4090": 89, "h100": 90, "h200": 90, "b200": 100, "rtx5090": 120,
+}  # fmt: skip
 
 
 def resolve(c: Any, target: str, needs: Needs = TRAINING) -> tuple[train_spec.TrainSpec, list]:

@@ -80,7 +80,8 @@ with torch.no_grad():
     model(torch.zeros(1, 1).long(), use_cache=False)
     torch.nn.Module.float(model)
   for name, module in model.named_modules():
-    if getattr(getattr(module, "quantization_scheme", None), "input_activations", None):
+    scheme = getattr(module, "quantization_scheme", None)
+    if getattr(scheme, "weights", None) and scheme.input_activations:  # a cache's has no weights
       module.register_forward_hook(watch(name))
   for enabled in (True, False):
     for module in model.modules():

@@ -3,12 +3,13 @@
 Fidelity: does a client compute what we say that the folder computes? The logits of transformers on
 a CPU, in float32 and with activations unquantized, stand beside those of our own forward pass of
 the folder's weights. Their KL is at most FIDELITY times the noise floor of these weights
-(evaluation/divergence.py), or times _LEAST. Of activations that it quantizes, every matrix's
-product is held against ours of the same inputs, as the client rounds them: it differs by at most
-PRODUCT of what the rounding costs. From logits to logits that cannot be asked: readers sum in an
-order of their own, one activation that is rounded the other way moves all that follow, and the KL
-is that of two roundings. It is at most FIDELITY times the floor of that precision, or what the
-rounding of activations costs. INT8 has more, for the package divides by 127.5 and servers by 127.
+(evaluation/divergence.py), or times _LEAST. Where compressed-tensors quantizes activations, every
+matrix's product is held against ours of the same inputs, as the package rounds them: over the first
+16 tokens of a window it differs by at most PRODUCT of what the rounding costs. From logits to
+logits that cannot be asked: readers sum in an order of their own, one activation that is rounded
+the other way moves all that follow, and the KL is that of two roundings. It is at most FIDELITY
+times the floor of that precision, or what the rounding of activations costs. In INT8 it also has
+the package's scale, the largest magnitude / 127.5, where servers and our pass divide by 127.
 
 Cost: how far is the folder from its source? The mean over tokens of KL(source || folder), in nats,
 with the bootstrap interval over windows, and the share of tokens whose most likely successor is the
@@ -157,9 +158,9 @@ class Gate:
       found = {"kl": self._kl(ours, plain)}
       found |= {"served_kl": self._kl(served, made)} if is_quantized else {}
       self.report["fidelity"] = found | bounds
+      self._judge_client(found, bounds)
       if plan is not None and is_quantized and _schemes(plan):
         self._judge_products(products(kept, folder, plan))
-      self._judge_client(found, bounds)
 
   def _judge_products(self, ratios: Mapping[str, float]):
     name = max(ratios, key=lambda name: ratios[name] if ratios[name] >= 0 else math.inf)
@@ -225,7 +226,8 @@ class Gate:
 def products(
   kept: Mapping[str, np.ndarray], folder: str, plan: fp8_lib.Plan
 ) -> dict[str, float]:  # fmt: skip
-  """{weight: |its product in the client - ours| / |ours - that of unrounded activations|}.
+  """{weight: root mean square over tokens of |its product in the client - ours| / |ours - that of
+  unrounded activations|}: no token that is larger than the others hides them.
 
   Args:
     kept: inputs and products of the client's matrices, see client.logits.
@@ -245,10 +247,12 @@ def products(
       )
     x, w = kept[f"{stem}.x"], reader.read_float(name)
     rounded = served_pass.client_inputs(x, matrix)
-    ours, cost = rounded @ w.T, np.linalg.norm((x - rounded) @ w.T)
-    error = np.linalg.norm(kept[f"{stem}.y"] - ours)
-    cost = max(cost, 1e-5 * np.linalg.norm(ours))  # rounding may cost nothing, sums in float32 do
-    ratios[name] = float(error / cost) if error else 0.0
+    ours = rounded @ w.T
+    parts = kept[f"{stem}.y"] - ours, (x - rounded) @ w.T, ours
+    error, cost, size = (np.linalg.norm(part, axis=1) for part in parts)
+    cost = np.maximum(cost, 1e-5 * size)  # rounding may cost nothing, sums in float32 do
+    ratio = np.divide(error, cost, out=np.where(error > 0, np.inf, 0.0), where=cost > 0)
+    ratios[name] = float(np.sqrt(np.mean(ratio**2)))
   return ratios
 
 

@@ -61,8 +61,10 @@ def _inputs(container: str, w: Quant, x: Quant | None) -> Quant | None:
       raise ValueError(f"servers multiply {w} by {format} 1x{size}, not by {x}")
     if x.scale is Scale.E4M3_OVER_F32:
       return NVFP4_INPUTS
-    # Readers scale activations of MX by a rule of their own (compressed-tensors: mxfp*_utils.py).
-    return dataclasses.replace(x, scale=Scale.EVEN) if format == E2M1 and size == 32 else x
+    # No folder says how: readers scale blocks of activations by rules of their own, those of 128
+    # in float32, those of MX by powers of two (compressed-tensors: mxfp_utils.py).
+    of_mx = Scale.EVEN if format == E2M1 else Scale.POW2
+    return Quant(format, (1, size), of_mx if size == 32 else Scale.F32)
   own = INT8 if w.format == INT8 else E4M3
   if x.format != own or x.tile[1] != WHOLE:
     raise ValueError(f"servers multiply {w} by {own} of a token or a tensor, not by {x}")

@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from fp8jax.export import fp8 as fp8_lib
 from fp8jax.export import matrices
-from fp8jax.formats import E4M3, E4M3_240, Format
+from fp8jax.formats import E2M1, E4M3, E4M3_240, Format
 from fp8jax.models import transformer
 from fp8jax.models.hf import names, schemes
 from fp8jax.models.hf import weights as hf_weights
@@ -20,7 +21,7 @@ from fp8jax.ops import site_tree
 from fp8jax.quantization import amax_history, quantize
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Accumulation, Gemm, Recipe
-from fp8jax.recipe.quant import CURRENT
+from fp8jax.recipe.quant import CURRENT, Scale
 from fp8jax.step.train_spec import TrainSpec
 
 
@@ -80,7 +81,8 @@ def load_as_client(spec: TrainSpec, folder: str):
 def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix) -> np.ndarray:
   """float32 [tokens, in]: activations as compressed-tensors 0.20 rounds them for a matrix.
 
-  Integers are symmetric about -1/2 there: a current scale is the largest magnitude / 127.5.
+  Integers are symmetric about -1/2 there: a current scale is the largest magnitude / 127.5. An E4M3
+  scale of two levels that rounds to 0 is E4M3's epsilon, so that the block becomes zeros.
   """
   quant, x = matrix.scheme.inputs, np.asarray(x, np.float32)
   assert quant is not None
@@ -90,6 +92,13 @@ def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix) -> np.ndarray:
     scale = np.float32(current if matrix.input_scale is None else matrix.input_scale)
     scale = np.where(scale > 0, scale, np.float32(1))
     return np.clip(np.rint(x / scale), least, -least - 1) * scale
+  if quant.scale is Scale.E4M3_OVER_F32:
+    whole, blocks = schemes.reciprocal(np.float32(matrix.input_scale)), x.reshape(len(x), -1, 16)
+    first = whole * (np.abs(blocks).max(-1, keepdims=True) / np.float32(6))
+    first = np.minimum(first, E4M3.max).astype(E4M3.dtype).astype(np.float32)
+    scale = np.where(first == 0, ml_dtypes.finfo(E4M3.dtype).eps.astype(np.float32), first) / whole
+    codes = np.clip(blocks / scale, -E2M1.max, E2M1.max).astype(E2M1.dtype)
+    return (codes.astype(np.float32) * scale).reshape(x.shape)
   amax = None if matrix.input_scale is None else np.float32(_input_amax(matrix))
   return np.asarray(quantize.quantize(x, quant, contraction=1, amax=amax).dequantize())
 

@@ -17,6 +17,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 
 from fp8jax import axes, mesh
 from fp8jax import params as params_lib
@@ -38,7 +39,8 @@ _SCALE_BYTES = {
   **dict.fromkeys((Scale.POW2, Scale.FLOOR, Scale.EVEN, Scale.POW2_DOWN, Scale.FLOOR_4_3), 1),
   Scale.E4M3_OVER_F32: 1, Scale.ONE: 0, Scale.NONE: 0,
 }  # fmt: skip
-_BLACKWELL = 100  # compute capability x 10 of the first GPUs that multiply four bits
+# Compute capability x 10 of the first GPUs that multiply FP8, and four bits.
+_ADA, _BLACKWELL = 89, 100
 # GPUs that one server spans.
 _POWERS = tuple(2**n for n in range(10))
 
@@ -65,7 +67,8 @@ class Gpu:
     text = (aot.FOLDER / f"{name}.txtpb").read_text()
     facts = dict(re.findall(r"(device_memory_size|memory_bandwidth): (\d+)", text))
     memory, bandwidth = int(facts["device_memory_size"]), float(facts["memory_bandwidth"])
-    return cls(name, memory, bandwidth, metrics.PEAK_FLOPS[name.upper()] or 0.0)
+    kind = re.findall(r'device_description_str: "(.*)"', text)[0]
+    return cls(name, memory, bandwidth, metrics.peak_flops(kind) or 0.0)
 
   @property
   def capability(self) -> int:
@@ -73,13 +76,19 @@ class Gpu:
     return aot.CAPABILITY[self.name]
 
   def flops(self, gemm: Gemm) -> float:
-    """Peak of a product's operands: of 8 bits twice that of BF16, of 4 twice again if there are
+    """Peak of a product's operands: of 8 bits twice that of BF16, of 4 twice again, where there are
     units for them; an activation that is not quantized meets a weight in BF16."""
     if not gemm.multiplies_codes or gemm.lhs is None or gemm.rhs is None:
       return self.peak
-    bits = max(gemm.lhs.format.bits, gemm.rhs.format.bits)
-    has_four = bits <= 4 and self.capability >= _BLACKWELL
-    return self.peak * (4 if has_four else 2 if bits <= 8 else 1)
+    formats = gemm.lhs.format, gemm.rhs.format
+    bits = max(f.bits for f in formats)
+    # With float32 sums a GeForce has half of its units' rate in 16 bits and in FP8.
+    times = 2 if self.name.startswith("rtx") else 1
+    if bits <= 4 and self.capability >= _BLACKWELL:
+      return self.peak * 4 * times
+    if bits <= 8 and all(f.dtype == jnp.int8 for f in formats):
+      return self.peak * 2 * times
+    return self.peak * (2 if bits <= 8 and self.capability >= _ADA else 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,9 +157,8 @@ def caution(device: Device) -> str | None:
   if device.platform != "gpu" or device.capability < _SM120:
     return None
   return (
-    f"{name_of(device)}: nothing of this project has been compiled for it or run on it. Recipes "
-    "with scales constant along K are given to cuBLASLt; precision.verify_fp8_gemms reads the "
-    "compiled program. "
+    f"{name_of(device)}: nothing of this project has been run on it. Recipes with scales constant "
+    "along K are given to cuBLASLt; precision.verify_fp8_gemms reads the compiled program. "
     "Compare a short run with recipe 'bf16' first: Transformer Engine found wrong FP8 gradients on "
     "this generation (TransformerEngine#3215)"
   )
@@ -345,9 +344,9 @@ def compiler_options(device: Device, in_flight: int = 1) -> dict[str, Any] | Non
   time for its other readers; 0.12 does not.
 
   Args:
-    in_flight: collectives that the schedule may have under way. With one, XLA puts no product
-      beside the reduce-scatters of FP8's gradients: each waits for its own place among gathers, and
-      those that are carried into the next layer's pass all stand before its weight gradients.
+    in_flight: collectives that the schedule may have under way. With one, gathers take the places
+      beside products and no reduce-scatter of an FP8 step has one. Above 1 XLA no longer carries
+      a layer's reduce-scatters into the next layer's pass either.
   """
   if device.platform != "gpu":
     return None

@@ -114,7 +114,7 @@ def test_gradients_travel_once_a_step_over_data_and_with_eight_in_flight_beside_
     # Of 30.5 GB of float32 in four shards a ring of two receives as much once; over fsdp 16 times.
     assert moved["data"][0] < 8e9
     assert moved["fsdp"][0] == pytest.approx(339.4e9, rel=0.01)
-  assert one["fsdp"][1] < 0.3 * one["fsdp"][0] < 0.6 * eight["fsdp"][0] < eight["fsdp"][1]
+  assert one["fsdp"][1] == 0 and eight["fsdp"][1] > 0.6 * eight["fsdp"][0]
   assert eight["memory"] < 1.02 * one["memory"]
 
 
@@ -189,14 +189,17 @@ def test_triton_that_widens_its_operands_is_caught_on_h200(capsys):
 
 @pytest.mark.aot
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensor_current", "rowwise"])
-def test_scales_constant_along_k_run_in_fp8_on_blackwell(capsys, recipe):
+@pytest.mark.parametrize("gpu, recipe", [
+  ("b200", "tensor_current"), ("b200", "rowwise"), ("l4", "tensor_current"),
+  ("rtx4090", "rowwise"), ("rtx5090", "tensor_current"), ("rtx5090", "rowwise"),
+])  # fmt: skip
+def test_scales_constant_along_k_run_in_fp8_next_to_hopper(capsys, gpu, recipe):
   """All three products by cuBLASLt, which is given codes and the constant 1 for a scale.
 
   Of which generation of Blackwell does therefore not matter: the limit of pytorch#192707 is of
-  scales per row that cuBLASLt multiplies itself. Which of its kernels, only a B200 would tell.
+  scales per row that cuBLASLt multiplies itself. Which of its kernels, only the GPU would tell.
   """
-  found = _elsewhere(f"small({{'.*': {recipe!r}}}, 'none', 1, gpu='b200')")
+  found = _elsewhere(f"small({{'.*': {recipe!r}}}, 'none', 1, gpu={gpu!r})")
   _show(capsys, found)
   assert not found["refused"] and found["fp8"] == found["planned"] > 0
   assert found["by"] == ["cuBLASLt FP8"]  # __cublas$lt$matmul$f8

@@ -215,7 +215,7 @@ def test_a_rollout_without_the_size_of_its_cache_is_refused():
 
 def test_unknown_targets_are_refused():
   for wrong in ("h300:8", "h200:x", "h200:0"):
-    with pytest.raises(UserError, match="expected one of h100:N, h200:N, b200:N"):
+    with pytest.raises(UserError, match="expected one of a100:N, l4:N, rtx4090:N, h100:N, h200:N"):
       aot.resolve(harness.tiny_config("bf16"), wrong)
 
 

@@ -15,7 +15,7 @@ from fp8jax import params
 from fp8jax.errors import UserError
 from fp8jax.export import fp8 as fp8_export
 from fp8jax.export import served, served_pass, serving, write
-from fp8jax.formats import E4M3, INT4
+from fp8jax.formats import E2M1, E4M3, INT4
 from fp8jax.generation import weights as generation_weights
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
@@ -83,6 +83,32 @@ def test_tensors_and_codes_are_those_of_compressed_tensors(preset):
     assert (x.shape, x.dtype) == (size, schemes.DTYPES[code]) and code == _code(x)
     np.testing.assert_array_equal(x.view(np.uint8), stored.pop(name).view(np.uint8), err_msg=name)
   assert not stored or {*stored} == {"X.weight_scale"}
+
+
+@pytest.mark.parametrize("preset", [*(p for p in RECIPES if "A16" not in p), "INT8_STATIC"])
+def test_activations_are_rounded_as_compressed_tensors_rounds_them(preset):
+  """To its own numbers, but for float32's last bit of a scale."""
+  scheme = _scheme((RECIPES | {"INT8_STATIC": "int8_static"})[preset])
+  with np.load(GOLDEN.with_suffix(".npz")) as arrays:
+    x, want, scale = arrays["x"], arrays[f"inputs {preset}"], float(arrays["input_scale"])
+  if scheme.inputs == schemes.NVFP4_INPUTS:  # from the largest magnitude of all
+    scale = float(np.abs(x).max()) / (448 * 6)
+  matrix = fp8_export.Matrix(scheme, False, input_scale=scale if scheme.static_inputs else None)
+  got = served_pass.client_inputs(x, matrix)
+  assert (got != 0).any(1).tolist() == (want != 0).any(1).tolist()
+  np.testing.assert_allclose(got, want, rtol=3e-7)
+
+
+@pytest.mark.parametrize("recipe, inputs", [
+  ("block_128_pow2", Quant(E4M3, (1, 128))), ("block_128", Quant(E4M3, (1, 128))),
+  ("mxfp8_ste", Quant(E4M3, (1, 32), Scale.POW2)), ("mxfp4_ste", Quant(E2M1, (1, 32), Scale.EVEN)),
+])  # fmt: skip
+def test_readers_scale_blocks_of_activations_by_their_own_rule(recipe, inputs):
+  """A folder has no place to say that training's scales are powers of two."""
+  scheme = _scheme(recipe)
+  assert scheme.inputs == inputs
+  config = {"quantization_config": scheme_config.to_config({"X.weight": scheme}, [])}
+  assert scheme_config.of_config(config, "config.json").scheme("X.weight").inputs == inputs
 
 
 def _code(x):

@@ -41,6 +41,19 @@ def _serving(gpu="h100", model=NEMOTRON, **changes):
   )
 
 
+def test_peaks_are_those_of_the_units_that_a_gpu_has():
+  """Dense operations of the data sheets, of floating point with float32 sums."""
+  names = ("bf16", "int8", "fp8", "nvfp4_ste")
+  products = [rules_lib.recipe_by_name(name).fwd for name in names]
+  for gpu, peaks in {
+    "a100": (312, 624, 312, 312), "l4": (121, 242, 242, 242), "h100": (989, 1978, 1978, 1978),
+    "rtx4090": (165.2, 660.8, 330.4, 330.4), "b200": (2250, 4500, 4500, 9000),
+    "rtx5090": (209.5, 838, 419, 1676),
+  }.items():  # fmt: skip
+    flops = capacity.Gpu.named(gpu).flops
+    assert [flops(product) / 1e12 for product in products] == pytest.approx(peaks)
+
+
 def test_340b_in_fp8_fits_on_eight_h100_and_in_bf16_does_not():
   """One DGX H100, for which it was sized. All bytes are of one of the eight."""
   assert (LINEAR, 2 * TABLE) == (331_584_897_024, 9_437_184_000)

@@ -6,8 +6,8 @@ Not a test: it needs torch and compressed-tensors, which fp8jax never imports.
       (pip install torch==2.13.0 compressed-tensors==0.20.0)
 
 Of each preset scheme: the weight, its scales by the package's own rule, the tensors of the
-compressed state, the dequantized weight, and what the package writes into config.json. FP8 tensors
-are bytes.
+compressed state, the dequantized weight, activations that it rounds ("x" -> "inputs NAME"), and
+what the package writes into config.json. FP8 tensors are bytes.
 """
 
 import json
@@ -19,7 +19,12 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import (
+  calculate_qparams,
+  compute_dynamic_scales_and_zp,
+  generate_gparam,
+)
 
 PRESETS = (
   "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "INT8", "W4A16", "W8A16", "W4AFP8", "MXFP8", "MXFP8A16",
@@ -46,6 +51,28 @@ def scales(w, args, global_scale):
   return found.reshape(-1) if args.strategy == "tensor" else found
 
 
+INPUT_SCALE = 1 / 64  # of a tensor's static scale; some activations are beyond it
+
+
+def activations() -> torch.Tensor:
+  """[1, tokens, in], a token of zeros, one of small numbers, some outliers."""
+  rng = np.random.default_rng(1)
+  x = rng.normal(size=(1, 6, SHAPE[1])) * np.exp(rng.normal(size=SHAPE[1]))
+  x[:, 1], x[:, 2] = 0, x[:, 2] * 1e-5
+  return torch.from_numpy(x.astype(np.float32))
+
+
+def rounded(args) -> torch.Tensor:
+  """The activations as a quantized module of the package rounds them."""
+  x = activations()
+  whole = generate_gparam(x.min(), x.max()) if args.strategy == "tensor_group" else None
+  if args.dynamic:
+    scale, zero = compute_dynamic_scales_and_zp(x, args, None, global_scale=whole)
+  else:
+    scale, zero = torch.tensor([INPUT_SCALE]), torch.tensor([0.0])
+  return fake_quantize(x, scale, zero, args, global_scale=whole)[0]
+
+
 def as_numpy(x: torch.Tensor) -> np.ndarray:
   x = x.detach()
   return x.view(torch.uint8).numpy() if x.dtype == torch.float8_e4m3fn else x.numpy()
@@ -53,10 +80,16 @@ def as_numpy(x: torch.Tensor) -> np.ndarray:
 
 def main():
   path, arrays, configs = pathlib.Path(__file__).parent / "containers.npz", {}, {}
-  arrays["weight"] = weight()[:ROWS].numpy()
+  arrays["weight"], arrays["x"] = weight()[:ROWS].numpy(), activations()[0].numpy()
+  arrays["input_scale"] = np.float32(INPUT_SCALE)
   for name in PRESETS:
     scheme = preset_name_to_scheme(name, ["Linear"])
     is_block = scheme.weights.strategy == "block"
+    if args := scheme.input_activations:
+      arrays[f"inputs {name}"] = rounded(args).numpy()
+      if name == "INT8":
+        args = args.model_copy(update={"strategy": "tensor", "dynamic": False})
+        arrays["inputs INT8_STATIC"] = rounded(args).numpy()
     whole = weight() if is_block else weight()[:ROWS]
     state = {"weight": whole}
     if scheme.weights.strategy == "tensor_group":

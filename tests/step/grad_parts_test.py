@@ -10,6 +10,7 @@ import pytest
 from fp8jax import params as params_lib
 from fp8jax.compiled import collectives
 from fp8jax.data import batch_sharding
+from fp8jax.kernels import choose
 from fp8jax.run import start
 from fp8jax.step import gradients, train_step
 
@@ -37,6 +38,21 @@ CASES = {
 def spec_of(changes, microbatches=2, shape=SHAPE):
   c = harness.tiny_config("bf16", **changes, grad_accum_steps=microbatches)
   return harness.tiny_spec(c, shape)
+
+
+def test_collectives_in_flight_reach_the_compiler_of_a_step_on_a_gpu(monkeypatch):
+  options, asked = choose.compiler_options, []
+  monkeypatch.setattr(choose, "compiler_options", lambda *of: asked.append(of) or options(*of))
+  for changes, shape in (({}, SHAPE), ({"mesh.collectives_in_flight": 8}, SHAPE)):
+    spec = spec_of(changes, shape=shape)
+    train_step.make_step(spec)
+  assert [of[1] for of in asked] == [1, 8]
+  gpu = choose.Device("gpu", 90)
+  assert (
+    options(gpu).items() < (found := options(gpu, 8)).items() and options(spec.device, 8) is None
+  )
+  assert found["xla_gpu_experimental_parallel_collective_overlap_limit"] == 8
+  assert found["xla_gpu_pipeline_reduce_scatter"].endswith("_OFF")
 
 
 def differentiated(spec):
