@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from typing import cast
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -21,7 +22,7 @@ from fp8jax.ops import site_tree
 from fp8jax.quantization import amax_history, quantize
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Accumulation, Gemm, Recipe
-from fp8jax.recipe.quant import CURRENT, Scale
+from fp8jax.recipe.quant import CURRENT, Quant, Scale
 from fp8jax.step.train_spec import TrainSpec
 
 
@@ -84,8 +85,7 @@ def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix) -> np.ndarray:
   Integers are symmetric about -1/2 there: a current scale is the largest magnitude / 127.5. An E4M3
   scale of two levels that rounds to 0 is E4M3's epsilon, so that the block becomes zeros.
   """
-  quant, x = matrix.scheme.inputs, np.asarray(x, np.float32)
-  assert quant is not None
+  quant, x = cast(Quant, matrix.scheme.inputs), np.asarray(x, np.float32)
   if quant.format.dtype == jnp.int8:
     least = -(2 ** (quant.format.bits - 1))
     current = np.abs(x).max(-1, keepdims=True) / np.float32(-least - 0.5)

@@ -185,7 +185,7 @@ def test_what_cannot_be_planned_is_refused():
   assert "plan_inference.formats: unknown recipe 'fp8_dynamc'; did you mean 'fp8_dynamic'" in str(
     error.value
   )
-  with pytest.raises(UserError, match="--topology='': expected one of h100:N"):
+  with pytest.raises(UserError, match="--topology='': expected one of a100:N"):
     dispatch.call("plan_inference", c, base.get_config(), "")
 
 

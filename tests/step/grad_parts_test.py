@@ -44,7 +44,7 @@ def test_collectives_in_flight_reach_the_compiler_of_a_step_on_a_gpu(monkeypatch
   options, asked = choose.compiler_options, []
   monkeypatch.setattr(choose, "compiler_options", lambda *of: asked.append(of) or options(*of))
   for changes, shape in (({}, SHAPE), ({"mesh.collectives_in_flight": 8}, SHAPE)):
-    spec = spec_of(changes, shape=shape)
+    spec = spec_of(PLAIN | changes, shape=shape)
     train_step.make_step(spec)
   assert [of[1] for of in asked] == [1, 8]
   gpu = choose.Device("gpu", 90)
