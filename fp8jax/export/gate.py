@@ -135,7 +135,7 @@ class Gate:
     wide = dataclasses.replace(
       self._spec, run=dataclasses.replace(self._spec.run, dtype=jnp.dtype(jnp.float32))
     )
-    params = served_pass.load_as_client(wide, folder) if plan else read(folder)
+    params = served_pass.load_as_client(wide, folder, plan) if plan else read(folder)
     logits = self._forward(wide)
     ours = [params_lib.on_host(x) for x in logits(params)]
     floor = self._kl(ours, logits(divergence.nudged(params)))
@@ -235,7 +235,8 @@ def products(
   Raises:
     UserError: it has not quantized the activations of a matrix.
   """
-  reader, ratios = hf_weights.Folder(folder, values=served_pass.client_values), {}
+  reader = hf_weights.Folder(folder, values=served_pass.client_values(plan))
+  is_narrow, ratios = served_pass.has_bf16(plan), {}
   for name, matrix in plan.matrices.items():
     if matrix.scheme.inputs is None:
       continue
@@ -246,7 +247,7 @@ def products(
         "unquantized; please report it with the versions of the client"
       )
     x, w = kept[f"{stem}.x"], reader.read_float(name)
-    rounded = served_pass.client_inputs(x, matrix)
+    rounded = served_pass.client_inputs(x, matrix, is_narrow)
     ours = rounded @ w.T
     parts = kept[f"{stem}.y"] - ours, (x - rounded) @ w.T, ours
     error, cost, size = (np.linalg.norm(part, axis=1) for part in parts)

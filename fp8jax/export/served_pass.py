@@ -74,18 +74,24 @@ def load(spec: TrainSpec, folder: str):
   return hf_weights.load_params(folder, spec.model, layout, codes_of=codes_of)[0]
 
 
-def load_as_client(spec: TrainSpec, folder: str):
+def load_as_client(spec: TrainSpec, folder: str, plan: fp8_lib.Plan):
   """The parameters of a folder as transformers dequantizes them on a CPU."""
-  return hf_weights.load_params(folder, spec.model, spec.run.layout, values=client_values)[0]
+  values = client_values(plan)
+  return hf_weights.load_params(folder, spec.model, spec.run.layout, values=values)[0]
 
 
-def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix) -> np.ndarray:
+def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix, is_narrow: bool = False) -> np.ndarray:
   """float32 [tokens, in]: activations as compressed-tensors 0.20 rounds them for a matrix.
 
   Integers are symmetric about -1/2 there: a current scale is the largest magnitude / 127.5. An E4M3
   scale of two levels that rounds to 0 is E4M3's epsilon, so that the block becomes zeros.
+
+  Args:
+    is_narrow: see has_bf16.
   """
   quant, x = cast(Quant, matrix.scheme.inputs), np.asarray(x, np.float32)
+  if is_narrow and matrix.input_scale is not None and quant.scale is not Scale.E4M3_OVER_F32:
+    matrix = dataclasses.replace(matrix, input_scale=_in_bf16(np.float32(matrix.input_scale)))
   if quant.format.dtype == jnp.int8:
     least = -(2 ** (quant.format.bits - 1))
     current = np.abs(x).max(-1, keepdims=True) / np.float32(-least - 0.5)
@@ -107,17 +113,36 @@ def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix) -> np.ndarray:
 _IN_BF16 = (schemes.FINE_GRAINED, "nvfp4-pack-quantized", schemes.MODELOPT)
 
 
-def client_values(name: str, codes: Codes, scheme: Scheme) -> np.ndarray:
-  """float32 [out, in] of a matrix as transformers dequantizes it: to bfloat16 in some containers.
+def client_values(plan: fp8_lib.Plan) -> hf_weights.Values:
+  """float32 [out, in] of a folder's matrices as transformers dequantizes them.
 
-  Scales of two levels are the first divided by the folder's global scale. Ours are the first times
-  its reciprocal, as servers multiply; the two differ by an ulp, and a tie of bfloat16 falls
-  to another side.
+  A folder with a container of _IN_BF16 or of MX is loaded in bfloat16 (export/client.py), and so
+  are the float32 scales that others of its matrices have. Scales of two levels are the first
+  divided by the folder's global scale. Ours are the first times its reciprocal, as servers
+  multiply; the two differ by an ulp, and a tie of bfloat16 falls to another side.
   """
-  if scheme.container not in _IN_BF16:
-    return schemes.dequantize(codes, scheme.tile)
-  if codes.tensor_scale is not None:
-    factor = np.float32(codes.tensor_scale)
-    whole = schemes.reciprocal(factor) if scheme.layout.inverse else np.float32(1) / factor
-    codes = dataclasses.replace(codes, scale=schemes.first_level(codes.scale, factor) / whole)
-  return schemes.dequantize(codes, scheme.tile).astype(jnp.bfloat16).astype(np.float32)
+  is_narrow = has_bf16(plan)
+
+  def values(name: str, codes: Codes, scheme: Scheme) -> np.ndarray:
+    if not is_narrow:
+      return schemes.dequantize(codes, scheme.tile)
+    scale = codes.scale
+    if codes.tensor_scale is not None:
+      factor = np.float32(codes.tensor_scale)
+      whole = schemes.reciprocal(factor) if scheme.layout.inverse else np.float32(1) / factor
+      scale = schemes.first_level(codes.scale, factor) / whole
+    elif scheme.container not in _IN_BF16:
+      scale = _in_bf16(scale)
+    return _in_bf16(schemes.dequantize(dataclasses.replace(codes, scale=scale), scheme.tile))
+
+  return values
+
+
+def has_bf16(plan: fp8_lib.Plan) -> bool:
+  """Whether transformers loads the folder in bfloat16."""
+  containers = {m.scheme.container for m in plan.matrices.values()}
+  return any(name in _IN_BF16 or name.startswith("mxfp") for name in containers)
+
+
+def _in_bf16(x):
+  return x.astype(jnp.bfloat16).astype(np.float32)

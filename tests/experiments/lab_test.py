@@ -161,6 +161,7 @@ def test_arms_that_the_library_does_not_know_are_named_and_left_out(monkeypatch)
 
 def test_the_queue_lists_its_jobs_and_refuses_a_system_that_is_none(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(runs, "SYSTEMS", (system_of("higher", fixed_seeds=2, size="0p8m"),))
+  monkeypatch.setattr(run_queue, "known", lambda systems, _: systems)  # corpora may be missing
   monkeypatch.chdir(EXPERIMENTS.parent)
   words = ["--workdir", str(tmp_path), "--edited", "--dry"]
   assert run_queue.main(words) == 0
