@@ -2,6 +2,7 @@
 
 what:      of every served format KL of transformers' logits of the folder against ours of the same
            folder, weights alone and as served, beside the noise floor and against the source
+           and errors of its products of quantized activations, by what their rounding costs
 command:   python experiments/2026_ptq/clients.py DIR PYTHON   (resumes; the table of README)
            python experiments/2026_ptq/clients.py DIR          (the table of what is there)
            PYTHON has torch, transformers, accelerate and compressed-tensors
@@ -56,7 +57,8 @@ def main(target: pathlib.Path, python: str = ""):
       records.write_atomic(str(path), records.to_json(one(target, recipe, python)))
   rows = [json.loads(path.read_text()) for path in paths if path.exists()]
   (HERE / "clients.json").write_text(records.to_json(rows) + "\n")
-  head = ["format", "matrices", "KL of the weights", "at most", "KL as served", "at most",
+  head = ["format", "matrices", "KL of the weights", "at most", "products", "KL as served",
+          "at most",
           "KL from the source, fp8jax", "transformers"]  # fmt: skip
   tensors.write_table(HERE, tensors.markdown(head, [cells(row) for row in rows]), "clients")
 
@@ -65,7 +67,7 @@ def cells(row: dict) -> list[str]:
   gate, fidelity = row["gate"], row["gate"]["fidelity"]
   ours = gate.get("served", gate["fp8jax"])
   shown = [f"{fidelity[k]:.1e}" if k in fidelity else "" for k in
-           ("kl", "bound", "served_kl", "served_bound")]  # fmt: skip
+           ("kl", "bound", "product", "served_kl", "served_bound")]  # fmt: skip
   return [row["recipe"], str(row["quantized"]), *shown,
           f"{ours['kl']:.3f}", f"{gate['transformers']['kl']:.3f}"]  # fmt: skip
 

@@ -43,8 +43,8 @@ from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step.train_spec import TrainSpec
 
 FIDELITY = 3.0
-# SmolLM2's products differ by 0.007 of the rounding's cost at most, for ties; a scale that is 0.4 %
-# larger makes it 0.5, since the largest codes then round otherwise.
+# SmolLM2's products differ by 0.03 of the rounding's cost at most, for ties (experiments/2026_ptq); a
+# scale that is 0.4 % larger makes it about 0.5, since the largest codes then round otherwise.
 PRODUCT = 0.1
 # Nats per token: float32 sums in another order differ by as much in SmolLM2 (5e-11, with a floor of
 # 3.5e-11), and one ulp may flip nothing in a small model.
