@@ -43,8 +43,8 @@ from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step.train_spec import TrainSpec
 
 FIDELITY = 3.0
-# SmolLM2's products differ by 0.03 of the rounding's cost at most, for ties (experiments/2026_ptq); a
-# scale that is 0.4 % larger makes it about 0.5, since the largest codes then round otherwise.
+# SmolLM2's products differ by 0.03 of the rounding's cost at most, for ties (2026_ptq); a scale
+# that is 0.4 % larger makes it about 0.5, since the largest codes then round otherwise.
 PRODUCT = 0.1
 # Nats per token: float32 sums in another order differ by as much in SmolLM2 (5e-11, with a floor of
 # 3.5e-11), and one ulp may flip nothing in a small model.
@@ -135,7 +135,7 @@ class Gate:
     wide = dataclasses.replace(
       self._spec, run=dataclasses.replace(self._spec.run, dtype=jnp.dtype(jnp.float32))
     )
-    params = served_pass.load_as_client(wide, folder, plan) if plan else read(folder)
+    params = served_pass.load_as_client(wide, folder, plan.matrices) if plan else read(folder)
     logits = self._forward(wide)
     ours = [params_lib.on_host(x) for x in logits(params)]
     floor = self._kl(ours, logits(divergence.nudged(params)))
@@ -160,7 +160,7 @@ class Gate:
       self.report["fidelity"] = found | bounds
       self._judge_client(found, bounds)
       if plan is not None and is_quantized and _schemes(plan):
-        self._judge_products(products(kept, folder, plan))
+        self._judge_products(products(kept, folder, plan.matrices))
 
   def _judge_products(self, ratios: Mapping[str, float]):
     name = max(ratios, key=lambda name: ratios[name] if ratios[name] >= 0 else math.inf)
@@ -224,7 +224,7 @@ class Gate:
 
 
 def products(
-  kept: Mapping[str, np.ndarray], folder: str, plan: fp8_lib.Plan
+  kept: Mapping[str, np.ndarray], folder: str, exported: Mapping[str, fp8_lib.Matrix]
 ) -> dict[str, float]:  # fmt: skip
   """{weight: root mean square over tokens of |its product in the client - ours| / |ours - that of
   unrounded activations|}: no token that is larger than the others hides them.
@@ -235,9 +235,9 @@ def products(
   Raises:
     UserError: it has not quantized the activations of a matrix.
   """
-  reader = hf_weights.Folder(folder, values=served_pass.client_values(plan))
-  is_narrow, ratios = served_pass.has_bf16(plan), {}
-  for name, matrix in plan.matrices.items():
+  reader = hf_weights.Folder(folder, values=served_pass.client_values(exported))
+  is_narrow, ratios = served_pass.has_bf16(exported), {}
+  for name, matrix in exported.items():
     if matrix.scheme.inputs is None:
       continue
     stem = name.removesuffix(".weight")

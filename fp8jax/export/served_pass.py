@@ -74,9 +74,9 @@ def load(spec: TrainSpec, folder: str):
   return hf_weights.load_params(folder, spec.model, layout, codes_of=codes_of)[0]
 
 
-def load_as_client(spec: TrainSpec, folder: str, plan: fp8_lib.Plan):
+def load_as_client(spec: TrainSpec, folder: str, exported: Mapping[str, fp8_lib.Matrix]):
   """The parameters of a folder as transformers dequantizes them on a CPU."""
-  values = client_values(plan)
+  values = client_values(exported)
   return hf_weights.load_params(folder, spec.model, spec.run.layout, values=values)[0]
 
 
@@ -113,7 +113,7 @@ def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix, is_narrow: bool = False
 _IN_BF16 = (schemes.FINE_GRAINED, "nvfp4-pack-quantized", schemes.MODELOPT)
 
 
-def client_values(plan: fp8_lib.Plan) -> hf_weights.Values:
+def client_values(exported: Mapping[str, fp8_lib.Matrix]) -> hf_weights.Values:
   """float32 [out, in] of a folder's matrices as transformers dequantizes them.
 
   A folder with a container of _IN_BF16 or of MX is loaded in bfloat16 (export/client.py), and so
@@ -121,7 +121,7 @@ def client_values(plan: fp8_lib.Plan) -> hf_weights.Values:
   divided by the folder's global scale. Ours are the first times its reciprocal, as servers
   multiply; the two differ by an ulp, and a tie of bfloat16 falls to another side.
   """
-  is_narrow = has_bf16(plan)
+  is_narrow = has_bf16(exported)
 
   def values(name: str, codes: Codes, scheme: Scheme) -> np.ndarray:
     if not is_narrow:
@@ -138,9 +138,9 @@ def client_values(plan: fp8_lib.Plan) -> hf_weights.Values:
   return values
 
 
-def has_bf16(plan: fp8_lib.Plan) -> bool:
-  """Whether transformers loads the folder in bfloat16."""
-  containers = {m.scheme.container for m in plan.matrices.values()}
+def has_bf16(exported: Mapping[str, fp8_lib.Matrix]) -> bool:
+  """Whether transformers loads a folder of these matrices in bfloat16."""
+  containers = {m.scheme.container for m in exported.values()}
   return any(name in _IN_BF16 or name.startswith("mxfp") for name in containers)
 
 

@@ -123,7 +123,9 @@ def test_products_of_quantized_activations_are_the_clients(
   client = export_gate.Gate.client
 
   def watched(gate, folder, versions, read, plan):
-    ours = np.concatenate([*gate._logits(served_pass.load_as_client(gate._spec, folder, plan))])
+    ours = np.concatenate(
+      [*gate._logits(served_pass.load_as_client(gate._spec, folder, plan.matrices))]
+    )
     for word, save in (
       ("LOGITS", lambda f: np.save(f, np.stack([ours, ours]))),
       ("PRODUCTS", lambda f: np.savez(f, **_products(pathlib.Path(folder), rng, spoil))),
@@ -156,7 +158,7 @@ def test_export_writes_fp8_that_both_readers_pass_and_nothing_otherwise(
   client = export_gate.Gate.client
 
   def watched(gate, folder, versions, read, plan):
-    params = served_pass.load_as_client(gate._spec, folder, plan)
+    params = served_pass.load_as_client(gate._spec, folder, plan.matrices)
     ours = np.concatenate([*gate._logits(params)])
     sign = np.where([spoil == "activations", spoil == "weights"], -1, 1)
     np.save(logits, np.stack([ours * s for s in sign]))

@@ -223,8 +223,8 @@ def test_nvfp4_is_dequantized_as_compressed_tensors_divides(rng, method):
     want = (code * scale).astype(ml_dtypes.bfloat16)
     tensors = dict(zip(names, (packed, first, factor)))
     back = scheme.unpacked(tensors.__getitem__, "X.weight")
-    plan = fp8_export.Plan({"X.weight": fp8_export.Matrix(scheme, False)}, {}, 0.0)
-    got = served_pass.client_values(plan)("X.weight", back, scheme)
+    exported = {"X.weight": fp8_export.Matrix(scheme, False)}
+    got = served_pass.client_values(exported)("X.weight", back, scheme)
     np.testing.assert_array_equal(got, want.astype(np.float32))
     differ += np.sum(schemes.dequantize(back, scheme.tile).astype(ml_dtypes.bfloat16) != want)
   assert differ  # a product with the reciprocal falls to another side of a tie
