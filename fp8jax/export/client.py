@@ -30,7 +30,7 @@ _LOGITS = """
 import json, os, sys, tempfile
 os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy, torch, transformers
-folder, tokens, target, products = sys.argv[1:]
+folder, tokens, target, products, dtype = sys.argv[1:]
 path, stated, config = os.path.join(folder, "config.json"), {}, {}
 if os.path.exists(path):  # adapters have none
   with open(path) as f:
@@ -55,8 +55,7 @@ if method == "modelopt":  # transformers reads none: as compressed-tensors conve
     json.dump(config | {"quantization_config": ours}, f)
   folder, stated = scratch.name, ours
 # A model dequantized to bfloat16 is cast afterwards; no other can be once it is loaded.
-narrow = method == "fp8" or "mxfp" in str(stated) or "nvfp4" in str(stated)
-how = {"dtype": torch.bfloat16 if narrow else torch.float32}
+how = {"dtype": getattr(torch, dtype)}
 scores = "SequenceClassification" in str(config.get("architectures"))
 auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
 model = getattr(transformers, auto).from_pretrained(folder, **how).eval()
@@ -76,7 +75,7 @@ def watch(name):
                    for end, t in ((".x", args[0]), (".y", y))})
   return hook
 with torch.no_grad():
-  if narrow:
+  if dtype == "bfloat16":
     model(torch.zeros(1, 1).long(), use_cache=False)
     torch.nn.Module.float(model)
   for name, module in model.named_modules():
@@ -122,13 +121,14 @@ def probe(e: Export) -> dict[str, str]:
 
 
 def logits(
-  e: Export, folder: str, tokens_BL: np.ndarray, vocab_size: int, quantized: int
+  e: Export, folder: str, tokens_BL: np.ndarray, vocab_size: int, quantized: int, dtype: str
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
   """(as the client computes, with activations unquantized): logits [B, L, V], float32; and
   {"model.layers.0.mlp.up_proj.x" or .y: [at most 16 tokens, in or out]} of quantized activations.
 
   Args:
     quantized: how many matrices of compressed-tensors' must have a scheme there.
+    dtype: that the folder is loaded in, see served_pass.client_dtype.
 
   Raises:
     UserError: the client cannot read the folder, or left a matrix unquantized; tells its error.
@@ -137,7 +137,7 @@ def logits(
   with tempfile.TemporaryDirectory() as scratch:
     files = [os.path.join(scratch, name) for name in ("tokens.npy", "logits.npy", "x.npz")]
     np.save(files[0], tokens_BL)
-    error, printed = _run(e.client_python, _LOGITS, os.path.abspath(folder), *files)
+    error, printed = _run(e.client_python, _LOGITS, os.path.abspath(folder), *files, dtype)
     with contextlib.suppress(OSError, ValueError):
       made = None if error else np.load(files[1])
       with np.load(files[2]) as kept:

@@ -150,8 +150,9 @@ class Gate:
     if jax.process_index() == 0:
       tokens_BL = np.concatenate([b.tokens_BL for b in self._batches])
       *parts, kept = client_lib.logits(
-        self._spec.of(Export), folder, tokens_BL, ours[0].shape[-1], _schemes(plan)
-      )
+        self._spec.of(Export), folder, tokens_BL, ours[0].shape[-1], _schemes(plan),
+        served_pass.client_dtype(plan.matrices if plan else {}),
+      )  # fmt: skip
       made, plain = (np.split(x, len(self._batches)) for x in parts)
       self.report["transformers"] = self._row(self.source(), made) | versions
       del self.report["transformers"]["tokens"]
@@ -236,7 +237,7 @@ def products(
     UserError: it has not quantized the activations of a matrix.
   """
   reader = hf_weights.Folder(folder, values=served_pass.client_values(exported))
-  is_narrow, ratios = served_pass.has_bf16(exported), {}
+  dtype, ratios = served_pass.client_dtype(exported), {}
   for name, matrix in exported.items():
     if matrix.scheme.inputs is None:
       continue
@@ -247,7 +248,7 @@ def products(
         "unquantized; please report it with the versions of the client"
       )
     x, w = kept[f"{stem}.x"], reader.read_float(name)
-    rounded = served_pass.client_inputs(x, matrix, is_narrow)
+    rounded = served_pass.client_inputs(x, matrix, dtype)
     ours = rounded @ w.T
     parts = kept[f"{stem}.y"] - ours, (x - rounded) @ w.T, ours
     error, cost, size = (np.linalg.norm(part, axis=1) for part in parts)

@@ -80,17 +80,18 @@ def load_as_client(spec: TrainSpec, folder: str, exported: Mapping[str, fp8_lib.
   return hf_weights.load_params(folder, spec.model, spec.run.layout, values=values)[0]
 
 
-def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix, is_narrow: bool = False) -> np.ndarray:
+def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix, dtype: str = "float32") -> np.ndarray:
   """float32 [tokens, in]: activations as compressed-tensors 0.20 rounds them for a matrix.
 
   Integers are symmetric about -1/2 there: a current scale is the largest magnitude / 127.5. An E4M3
   scale of two levels that rounds to 0 is E4M3's epsilon, so that the block becomes zeros.
 
   Args:
-    is_narrow: see has_bf16.
+    dtype: see client_dtype.
   """
   quant, x = cast(Quant, matrix.scheme.inputs), np.asarray(x, np.float32)
-  if is_narrow and matrix.input_scale is not None and quant.scale is not Scale.E4M3_OVER_F32:
+  is_narrow = dtype == "bfloat16" and matrix.input_scale is not None
+  if is_narrow and quant.scale is not Scale.E4M3_OVER_F32:
     matrix = dataclasses.replace(matrix, input_scale=_in_bf16(np.float32(matrix.input_scale)))
   if quant.format.dtype == jnp.int8:
     least = -(2 ** (quant.format.bits - 1))
@@ -116,15 +117,15 @@ _IN_BF16 = (schemes.FINE_GRAINED, "nvfp4-pack-quantized", schemes.MODELOPT)
 def client_values(exported: Mapping[str, fp8_lib.Matrix]) -> hf_weights.Values:
   """float32 [out, in] of a folder's matrices as transformers dequantizes them.
 
-  A folder with a container of _IN_BF16 or of MX is loaded in bfloat16 (export/client.py), and so
-  are the float32 scales that others of its matrices have. Scales of two levels are the first
-  divided by the folder's global scale. Ours are the first times its reciprocal, as servers
-  multiply; the two differ by an ulp, and a tie of bfloat16 falls to another side.
+  Where a folder is loaded in bfloat16, so are the float32 scales of its other matrices. Scales of
+  two levels are the first divided by the folder's global scale. Ours are the first times its
+  reciprocal, as servers multiply; the two differ by an ulp, and a tie of bfloat16 falls to another
+  side.
   """
-  is_narrow = has_bf16(exported)
+  dtype = client_dtype(exported)
 
   def values(name: str, codes: Codes, scheme: Scheme) -> np.ndarray:
-    if not is_narrow:
+    if dtype == "float32":
       return schemes.dequantize(codes, scheme.tile)
     scale = codes.scale
     if codes.tensor_scale is not None:
@@ -138,10 +139,11 @@ def client_values(exported: Mapping[str, fp8_lib.Matrix]) -> hf_weights.Values:
   return values
 
 
-def has_bf16(exported: Mapping[str, fp8_lib.Matrix]) -> bool:
-  """Whether transformers loads a folder of these matrices in bfloat16."""
+def client_dtype(exported: Mapping[str, fp8_lib.Matrix]) -> str:
+  """In which the client loads a folder of these matrices: "float32" where it can."""
   containers = {m.scheme.container for m in exported.values()}
-  return any(name in _IN_BF16 or name.startswith("mxfp") for name in containers)
+  is_narrow = any(name in _IN_BF16 or name.startswith("mxfp") for name in containers)
+  return "bfloat16" if is_narrow else "float32"
 
 
 def _in_bf16(x):

@@ -105,16 +105,20 @@ def _products(folder, rng, spoil: str) -> dict[str, np.ndarray]:
   for name in [n.removesuffix(".weight_scale") for n in tensors if n.endswith("weight_scale")]:
     w, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
     x = rng.normal(size=(16, w.shape[1])).astype(np.float32)
+    x[0] *= 1000  # as a first token's are
     of = np.abs(x).max(-1, keepdims=True) / np.float32(448)
     of = of * np.float32(1.01 if (spoil, name) == ("product", OF) else 1)
     codes = np.clip(x / of, -448, 448).astype(ml_dtypes.float8_e4m3fn)
     kept[f"{name}.x"] = x
-    kept[f"{name}.y"] = (codes.astype(np.float64) * of) @ (w.astype(np.float64) * scale).T
+    rounded = codes.astype(np.float64) * of
+    if (spoil, name) == ("tokens", OF):  # that come after the first
+      rounded[1:] = x[1:]
+    kept[f"{name}.y"] = rounded @ (w.astype(np.float64) * scale).T
   assert len(kept) == 28
   return {k: v for k, v in kept.items() if (spoil, k) != ("silent", f"{OF}.x")}
 
 
-@pytest.mark.parametrize("spoil", ["", "product", "silent"])
+@pytest.mark.parametrize("spoil", ["", "product", "tokens", "silent"])
 def test_products_of_quantized_activations_are_the_clients(
   export, rng, tmp_path, monkeypatch, spoil
 ):
@@ -141,7 +145,8 @@ def test_products_of_quantized_activations_are_the_clients(
   python = {"export.client_python": _script(tmp_path / "python", script)}
   done = export(**{"export.format": "compressed-tensors"}, **python)
   if spoil:
-    said = {"product": f"transformers multiplies {OF}.weight otherwise than fp8jax",
+    otherwise = f"transformers multiplies {OF}.weight otherwise than fp8jax"
+    said = {"product": otherwise, "tokens": otherwise,
             "silent": f"transformers left the activations of {OF}.weight unquantized"}  # fmt: skip
     assert done.code == 1 and not done.target.exists() and said[spoil] in done.stderr
     return

@@ -85,6 +85,25 @@ def test_tensors_and_codes_are_those_of_compressed_tensors(preset):
   assert not stored or {*stored} == {"X.weight_scale"}
 
 
+def test_in_a_folder_that_is_loaded_in_bfloat16_other_matrices_have_bfloat16_scales(rng):
+  """NVFP4 beside FP8: value = bfloat16(code * bfloat16(scale)); FP8 alone stays in float32."""
+  fp8 = _scheme("fp8_channel_static")
+  exported = {n: fp8_export.Matrix(s, False) for n, s in (("a", fp8), ("b", _scheme("nvfp4a16")))}
+  w, x = rng.normal(size=(64, 8)).astype(np.float32), rng.normal(size=(4, 64)).astype(np.float32)
+  codes = fp8_export.codes(w, exported["a"], None)
+  wide, scale = codes.data.astype(np.float32), codes.scale.reshape(8, 1)
+  narrow = lambda v: np.asarray(v, ml_dtypes.bfloat16).astype(np.float32)  # noqa: E731
+  got = served_pass.client_values(exported)("a", codes, fp8)
+  np.testing.assert_array_equal(got, narrow(wide * narrow(scale)))
+  alone = served_pass.client_values({"a": exported["a"]})("a", codes, fp8)
+  np.testing.assert_array_equal(alone, wide * scale)
+  matrix = fp8_export.Matrix(fp8, False, input_scale=0.0123)
+  of = {d: served_pass.client_inputs(x, matrix, d) for d in ("float32", "bfloat16")}
+  for dtype, s in (("float32", np.float32(0.0123)), ("bfloat16", narrow(0.0123))):
+    want = np.clip(x / s, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * s
+    np.testing.assert_allclose(of[dtype], want, rtol=3e-7)
+
+
 @pytest.mark.parametrize("preset", [*(p for p in RECIPES if "A16" not in p), "INT8_STATIC"])
 def test_activations_are_rounded_as_compressed_tensors_rounds_them(preset):
   """To its own numbers, but for float32's last bit of a scale."""
