@@ -21,7 +21,7 @@ from fp8jax.models import transformer
 from fp8jax.ops import stored_params
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.quantization.stored_matrix import StoredMatrix
-from fp8jax.step import distillation, train_spec, train_step
+from fp8jax.step import distillation, quantized_once, train_spec, train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _row(
 
 def _by_shape(held: list[xla_buffers.Buffer], spec, params) -> dict[str, list[xla_buffers.Buffer]]:
   """Kind of workspace.py -> what is of that kind, largest first."""
-  stacks, matrices = _bulks(params), set()
+  stacks, matrices, operands = _bulks(params), set(), _operands(spec)
   for leaf in params_lib.flatten(params["layers"]).values():
     for shape in (leaf.shape, workspace.local_shape(leaf)):
       matrices.add(_bulk(shape[1:]))
@@ -193,6 +193,8 @@ def _by_shape(held: list[xla_buffers.Buffer], spec, params) -> dict[str, list[xl
     shape = tuple(int(n) for n in dims.split(",")) if dims else ()
     if sizes & set(shape) and len(_bulk(shape)) > 1:
       kind = workspace.VOCABULARY
+    elif _bulk(shape) in operands and dtype.startswith(("f8", "u8", "f4")):
+      kind = workspace.ONCE
     elif _bulk(shape) in stacks:
       kind = workspace.GRADIENTS
     elif shape and shape[0] in layers and len(shape) > 2:
@@ -205,6 +207,13 @@ def _by_shape(held: list[xla_buffers.Buffer], spec, params) -> dict[str, list[xl
       kind = workspace.ACTIVATIONS
     by_kind.setdefault(kind, []).append(value)
   return by_kind
+
+
+def _operands(spec) -> set[tuple[int, ...]]:
+  """`_bulk` of the stacks of operands that a step makes once."""
+  if not quantized_once.is_on(spec):
+    return set()
+  return {_bulk(x.shape) for x in quantized_once.account(spec).arrays}
 
 
 def _bulks(tree) -> set[tuple[int, ...]]:
@@ -224,7 +233,7 @@ def saved_by_layers(text: str, spec: train_spec.TrainSpec, params) -> dict[str, 
   are scales of the state, which that loop carries where it moves layers (layerwise.py).
   """
   state = train_step.abstract_state(spec, 1)
-  known = _bulks((params, state.params, state.opt))
+  known = _bulks((params, state.params, state.opt)) | _operands(spec)
   total: dict[str, int] = {}
   # A loop for each run of layers in the same recipes, and of what it carries the largest.
   for layers in {run.stop - run.start for run, _ in transformer.runs(spec.sites())}:

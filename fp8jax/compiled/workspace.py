@@ -14,14 +14,15 @@ import jax
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.mixer import GemmSite
-from fp8jax.step import gradients, train_spec, train_step
+from fp8jax.step import gradients, quantized_once, train_spec, train_step
 
 GRADIENTS, SAVED = "gradients of layers", "saved for backward"
 VOCABULARY = "embedding, head: gradients, logits"
 WEIGHTS = "weights of a layer, their gradients"
 OPERANDS = "operands in FP8"
+ONCE = "weights quantized once per step"
 ACTIVATIONS = "activations of a layer"
-KINDS = (GRADIENTS, SAVED, VOCABULARY, WEIGHTS, OPERANDS, ACTIVATIONS)
+KINDS = (GRADIENTS, SAVED, ONCE, VOCABULARY, WEIGHTS, OPERANDS, ACTIVATIONS)
 
 
 def peak(spec: train_spec.TrainSpec, saved: int) -> tuple[str, dict[str, int]]:
@@ -37,6 +38,9 @@ def peak(spec: train_spec.TrainSpec, saved: int) -> tuple[str, dict[str, int]]:
   }
   if spec.optim.in_backward:
     moments["update of a layer"] = {SAVED: saved, **_update(spec)}
+  if quantized_once.is_on(spec):  # they stay until the last microbatch is done
+    moments = {name: {ONCE: quantized_once.account(spec).nbytes, **kinds}
+               for name, kinds in moments.items()}  # fmt: skip
   return max(moments.items(), key=lambda item: sum(item[1].values()))
 
 
@@ -77,7 +81,8 @@ def _layer(spec) -> dict[str, int]:
     matrices -= made  # which are among what is saved
   is_gathered = any(spec.run.layout.size(spec.run.layout.weight_axes(c)) > 1 for c in "D")
   in_hand = 4 * sum(gemm.weight for gemm in gemms.values()) if is_gathered else 0
-  in_hand += sum(g.weight for g in first) * (1 if is_quantized else size) if is_gathered else 0
+  if is_gathered and not quantized_once.is_on(spec):
+    in_hand += sum(g.weight for g in first) * (1 if is_quantized else size)
   head = 4 * d * _local(spec, "V")  # its gradient, whole
   if spec.optim.in_backward:
     in_hand = max(in_hand, _gradients(spec, ["layers"]) // spec.model.num_layers)

@@ -19,6 +19,8 @@ def layerwise_problems(c: Any) -> list[str]:
      "a sum of microbatches is a gradient of all layers"),
     ("memory.remat_policy", c.memory.remat_policy, "full",
      "layers are rematerialised one at a time in the backward pass"),
+    ("memory.weight_operands", c.memory.weight_operands, "per_product",
+     "layers move before all products are done"),
     ("optim.grad_format", c.optim.grad_format, "float32", "only one layer has gradients at a time"),
     ("optim.on_nonfinite", c.optim.on_nonfinite, "stop", "layers move before another's is seen"),
     ("loss_scale.kind", c.loss_scale.kind, "none", "layers move before an overflow is seen"),

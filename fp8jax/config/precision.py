@@ -16,6 +16,7 @@ from fp8jax.phases.schedule import Phase, Precision, Rules
 from fp8jax.quantization import stored_matrix
 from fp8jax.recipe import attention, by_token
 from fp8jax.recipe import rules as rules_lib
+from fp8jax.step import quantized_once
 
 
 def read(c: Any) -> Precision:
@@ -131,6 +132,20 @@ def check_smooth(c: Any, model: model_config.ModelConfig | None, problems: Confi
     )
 
 
+def weight_operand_problems(spec: Any) -> list[str]:
+  """The reasons why no step of a TrainSpec can quantize weights once, in words."""
+  if not quantized_once.is_on(spec):
+    return []
+  found = [quantized_once.account(spec, n) for n in range(len(spec.precision.phases))]
+  if any(account.names for account in found):
+    return []
+  name, why = next(iter(found[0].by_product.items()))
+  return [
+    f"memory.weight_operands='per_step' with no weight that a step can quantize once: {name} is "
+    f"{why}, and so on; set memory.weight_operands='per_product', or another recipe"
+  ]
+
+
 def invariant_problems(spec: Any) -> list[str]:
   """The reasons why a TrainSpec cannot keep precision.invariant, in words; empty without any."""
   if not spec.run.is_invariant:
@@ -142,6 +157,7 @@ def invariant_problems(spec: Any) -> list[str]:
     ("distill.weight", 0.0, "a teacher's logits come from the plain forward pass"),
     ("precision.attention", "wide", "its scales are of many tokens"),
     ("model.unit_scaling", "none", "its factors are of whole batches"),
+    ("memory.weight_operands", "per_product", "its products read the weights in another form"),
   )
   texts = [
     f"{key}={spec.flat[key]!r}: {why}; set {key}={needed!r}"

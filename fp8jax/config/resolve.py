@@ -274,7 +274,7 @@ def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors)
     jnp.dtype(compute if compute in settings.COMPUTE_DTYPES else "float32"),
     "xla", c.memory.remat_policy, formats, c.memory.loss_chunk, layout,
     c.precision.smooth_swiglu, len(c.data.sources) if c.log.source_loss else 0,
-    is_invariant=c.precision.invariant,
+    is_invariant=c.precision.invariant, weight_operands=c.memory.weight_operands,
   )  # fmt: skip
 
 
@@ -336,6 +336,7 @@ def _check_spec(spec: TrainSpec, problems: ConfigErrors):
     problems.attempt(lambda phase=phase: _check_float16(spec, phase))
   problems.extend(policy_checks.site_problems(spec))
   problems.extend(precision_checks.invariant_problems(spec))
+  problems.extend(precision_checks.weight_operand_problems(spec))
   problems.attempt(lambda: spec.leaves)
 
 

@@ -23,6 +23,7 @@ LARGEST = {
 }  # fmt: skip
 
 REMAT = ("none", "linears", "operands", "full")
+WEIGHT_OPERANDS = ("per_product", "per_step")
 UNIT_SCALING = ("none", "loss", "all")
 # Forward passes that an evaluation may take: the recipes of training, and 16 bits everywhere.
 EVAL_PRECISIONS = ("recipe", "bf16")
@@ -203,6 +204,8 @@ class ComputeConfig:
     loss_chunk: positions per chunk of the cross-entropy.
     smooth_swiglu: how the feed-forward layer multiplies, a key of swiglu.FORMS.
     layout: mesh and sharding tables.
+    weight_operands: whether each product quantizes its weight, "per_product", or a training step
+      all of them once, "per_step" (step/quantized_once.py).
     num_sources: sources whose losses are added up apart, where a batch has sources_BL; 0 for none.
   """
 
@@ -218,6 +221,7 @@ class ComputeConfig:
   temperature: float = 1.0
   is_invariant: bool = False
   row_tile: int = 0
+  weight_operands: str = "per_product"
 
   @property
   def implementation(self) -> Implementation:

@@ -136,7 +136,7 @@ def operand_key(spec: GemmSpec, n: int, roles: operands.Roles) -> str:
   return f"{spec.letters.batch} {spec.letters.contracted} {made}{own}"
 
 
-def _operand(spec: GemmSpec, w):
+def read_weight(spec: GemmSpec, w):
   """A weight as its products take it; the gradient of a stored one is float32 all the same."""
   is_wide = straight.is_needed(spec, Role.W_FWD)
   return gemm_operand(w, not is_wide and quantizer.takes_bf16(spec))
@@ -148,7 +148,7 @@ def forward_only(specs, x, ws, inputs):
   ys = []
   for n, (spec, w, i) in enumerate(zip(specs, ws, inputs)):
     (x_fwd,) = provider.make(spec, n, i, (Role.X_FWD,))
-    ys.append(forward(spec, x_fwd, _operand(spec, w), i)[0])
+    ys.append(forward(spec, x_fwd, read_weight(spec, w), i)[0])
   return tuple(ys)
 
 
@@ -165,7 +165,7 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
   for n, (spec, w, tap, i) in enumerate(zip(specs, ws, taps, inputs)):
     if spec.is_observable:
       site_checks.refuse_sums(spec.name, x, tap)
-    w = _operand(spec, w)
+    w = read_weight(spec, w)
     if spec.saves_operand:
       x_fwd, x_wgrad = provider.make(spec, n, i, (Role.X_FWD, Role.X_WGRAD))
       key = operand_key(spec, n, (Role.X_WGRAD,))
@@ -213,7 +213,7 @@ def gradients(specs, residuals: Residuals, gs):
     gs = gs.value()
   dx, dws, taps = None, [], []
   for n, (spec, stored_w, i, g) in enumerate(zip(specs, residuals.ws, residuals.inputs, gs)):
-    w = _operand(spec, stored_w)
+    w = read_weight(spec, stored_w)
     g = g.astype(spec.x_dtype)  # of a float32 head it is float32
     operands_of_g, amax_g = both_of_g[n], amaxes[n]
     if operands_of_g is None:
@@ -277,7 +277,7 @@ def forward(spec: GemmSpec, x, w, inputs: ScalingInputs, wants_amax: bool = Fals
   The float32 [1] amax of w is None unless it is wanted and the quantizer finds it. Here and below,
   x and g may be their ScaledMatrix in the GEMM's role.
   """
-  s, layout = spec.letters, spec.layout
+  s, layout, w = spec.letters, spec.layout, operands.ahead(w, Role.W_FWD)
   over = tuple(a for c in s.w for a in layout.weight_axes(c))
 
   def local(x, w, inputs):
@@ -303,7 +303,7 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs, x=None):
   Args:
     x: the forward pass's, an array or a Prologue, for recipes that `straight.is_needed` names.
   """
-  s, layout = spec.letters, spec.layout
+  s, layout, w = spec.letters, spec.layout, operands.ahead(w, Role.W_DGRAD)
 
   def local(g, w, inputs):
     a = operands.operand(spec, Role.G_DGRAD, g, inputs)
@@ -313,7 +313,7 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs, x=None):
     return collectives.sum_over(operands.unflatten(dx, a, b, s.x), layout, s.produced)
 
   of_g = spec.partition_spec(Role.G_DGRAD, g)
-  specs = (of_g, operands.weight_specs(spec, w), _P())
+  specs = (of_g, operands.weight_specs(spec, w, Role.W_DGRAD), _P())
   dx = collectives.on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
   return straight.cotangent(spec, Role.X_FWD, x, dx, inputs, spec.x_dtype)
 

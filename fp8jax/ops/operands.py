@@ -23,6 +23,7 @@ from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.prologue import Prologue
 from fp8jax.ops.quantizer import Quantizer
 from fp8jax.ops.site import ScalingInputs
+from fp8jax.ops.stored_params import WeightOperands
 from fp8jax.quantization import quantize, scaled_matrix, stored_matrix, tensor_stats
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import WHOLE, Quant
@@ -152,8 +153,18 @@ def unflatten(product, a: Operand, b: Operand, out: str):
   return jnp.transpose(product, [have.index(c) for c in out]) if have != out else product
 
 
-def weight_specs(spec: GemmSpec, w):
-  """PartitionSpecs of a weight at rest: an array, codes, or a matrix that inference multiplies."""
+def ahead(w, role: Role):
+  """A weight's operand in a role, if it was made ahead of its products; else the weight."""
+  if not isinstance(w, WeightOperands):
+    return w
+  return w.fwd if role is Role.W_FWD else w.dgrad
+
+
+def weight_specs(spec: GemmSpec, w, role: Role = Role.W_FWD):
+  """PartitionSpecs of a weight at rest: an array, codes, a matrix that inference multiplies, or the
+  operand of a role."""
+  if isinstance(w, scaled_matrix.ScaledMatrix):
+    return spec.quantized_spec(role)
   whole = spec.layout.weight_spec(spec.letters.w)
   if not isinstance(w, StoredMatrix):
     return whole
@@ -369,14 +380,17 @@ def _matrix_view(spec: GemmSpec, dtype, roles: Roles) -> _MatrixView | None:
 
 
 def quantize_now(spec: GemmSpec, role: Role, t, inputs: ScalingInputs):
-  """t as a ScaledMatrix [batch?, rows, contraction], if it is none yet: the form of a residual."""
+  """t as a ScaledMatrix [batch?, rows, contraction], if it is none yet: the form of a residual, and
+  of a weight ahead of its products."""
   if isinstance(t, scaled_matrix.ScaledMatrix):
     return t
 
   def local(t, inputs):
-    # The residual is data and scale, which are fewer bytes than the values.
-    return dataclasses.replace(operand(spec, role, t, inputs).value, values=None)
+    # What is kept is data and scale, which are fewer bytes than the values.
+    return dataclasses.replace(operand(spec, role, t, inputs).value.in_one_piece(), values=None)
 
-  in_specs = (spec.partition_spec(role, t), jax.sharding.PartitionSpec())
+  is_weight = role.tensor == "w"
+  place = weight_specs(spec, t, role) if is_weight else spec.partition_spec(role, t)
+  in_specs = (place, jax.sharding.PartitionSpec())
   run = collectives.on_mesh(local, spec.layout, in_specs, spec.quantized_spec(role))
   return run(t, inputs)

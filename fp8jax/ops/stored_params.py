@@ -5,6 +5,9 @@ A stored parameter is a float32 array, a `QuantizedTensor` (16 bits, or fewer wi
 it is. A GEMM reads its `compute_copy`. A dot makes the copy itself, so that no float32 copy is a
 residual.
 
+A weight may be quantized ahead of its products, once per step (`WeightOperands`). Nothing but these
+products can read it then.
+
 In training, a parameter that is no float32 array, or whose gradient is none, is a `Weight`: the
 parameter and a placeholder, zeros in the format of the gradient. The gradient is the placeholder's
 cotangent. Each layer's backward pass converts it, so that float32 gradients of one layer exist at a
@@ -24,6 +27,7 @@ import jax.numpy as jnp
 from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.bf16_remainder import SplitFloat32
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
+from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import Quant
 
@@ -47,11 +51,29 @@ class Parts:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class WeightOperands:
+  """A weight as the operands of its products, gathered and quantized (ops/weight_operands.py).
+
+  Attributes:
+    fwd: [produced, contracted] of the forward product; None in residuals.
+    dgrad: [contracted, produced] of the data gradient.
+    stats: float32 [S], what the weight's site observes of it.
+    shape: of the weight.
+  """
+
+  fwd: ScaledMatrix | None
+  dgrad: ScaledMatrix
+  stats: jax.Array
+  shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Weight:
   """A parameter in training.
 
   Attributes:
-    stored: the parameter: float32 array, QuantizedTensor or SplitFloat32.
+    stored: the parameter: float32 array, QuantizedTensor or SplitFloat32; or its WeightOperands.
     placeholder: zeros like its gradient, float32 or QuantizedTensor; None in residuals.
     key: random key of the gradient's rounding, one per layer if parameters are stacked.
     autoscale: that of `quantized_tensor.pack`, or None; one per layer too.
@@ -89,11 +111,16 @@ def compute_copy(w):
     return compute_copy(w.stored)
   if isinstance(w, SplitFloat32):
     return w.high.astype(jnp.float32)
+  if isinstance(w, WeightOperands):
+    raise TypeError(
+      f"a weight {w.shape} that is quantized once per step is read outside its products; set "
+      "memory.weight_operands='per_product'"
+    )
   return w.unpack() if isinstance(w, QuantizedTensor | StoredMatrix) else w
 
 
 def gemm_operand(w, takes_bf16: bool = False) -> Any:
-  """`compute_copy`, or the StoredMatrix that a GEMM multiplies as it is.
+  """`compute_copy`, or the StoredMatrix or WeightOperands that GEMMs multiply as they are.
 
   Args:
     takes_bf16: whether a SplitFloat32 may stay the BF16 half that it is.
@@ -101,12 +128,18 @@ def gemm_operand(w, takes_bf16: bool = False) -> Any:
   stored = w.stored if isinstance(w, Weight) else w
   if takes_bf16 and isinstance(stored, SplitFloat32):
     return stored.high
-  return stored if isinstance(stored, StoredMatrix) else compute_copy(stored)
+  is_operand = isinstance(stored, StoredMatrix | WeightOperands)
+  return stored if is_operand else compute_copy(stored)
 
 
 def residual_view(w):
-  """A parameter as a residual: without its placeholder."""
-  return dataclasses.replace(w, placeholder=None) if isinstance(w, Weight) else w
+  """A parameter as a residual: without its placeholder, and what the forward product read."""
+  if not isinstance(w, Weight):
+    return w
+  stored = w.stored
+  if isinstance(stored, WeightOperands):
+    stored = dataclasses.replace(stored, fwd=None)
+  return dataclasses.replace(w, stored=stored, placeholder=None)
 
 
 def with_grad_placeholders(tree):

@@ -18,6 +18,7 @@ from fp8jax.ops import site as site_lib
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES
 from fp8jax.run import provenance as provenance_lib
+from fp8jax.step import quantized_once
 from fp8jax.step.train_spec import TrainSpec
 
 _GATHERS = {None: "-", True: "quantized", False: "unquantized"}
@@ -116,6 +117,19 @@ def _wire(spec: TrainSpec) -> str:
   return f", {wire} between devices" if sends else f", none of them sent in {wire}: one batch shard"
 
 
+def weights_line(spec: TrainSpec, phase: int = 0) -> str:
+  """Which weights a step quantizes once, what that takes, and which their products quantize."""
+  account = quantized_once.account(spec, phase)
+  others = collections.defaultdict(list)
+  for name, why in account.by_product.items():
+    others[why].append(name)
+  left = [f"; by product {', '.join(names)} ({why})" for why, names in others.items()]
+  return (
+    f"weights of {len(account.names)} sites quantized once per step, {account.nbytes / 2**30:.3g} "
+    f"GiB of operands per device{''.join(left)}"
+  )
+
+
 def _fp8_backends(spec: TrainSpec) -> set[str]:
   """Backends of the FP8 products of every phase."""
   trees = [spec.sites(phase=phase) for phase in range(len(spec.precision.phases))]
@@ -177,8 +191,10 @@ def print_start(
     for note in spec.attention.notes:
       out.print(f"  attention: {note}")
   out.print(_optimizer(spec))
-  for phase in spec.precision.phases:
+  for number, phase in enumerate(spec.precision.phases):
     here = [row for row in sites if row["from_step"] == phase.start]
+    if quantized_once.is_on(spec):
+      out.print(weights_line(spec, number))
     _print_sites(out, here, phase.start, spec.device.platform)
 
 

@@ -22,7 +22,7 @@ from fp8jax.ops import site as site_lib
 from fp8jax.optim import gradients as gradients_lib
 from fp8jax.optim import update
 from fp8jax.quantization import tensor_stats
-from fp8jax.step import distillation, train_spec
+from fp8jax.step import distillation, quantized_once, train_spec
 
 
 def gradients(
@@ -46,14 +46,17 @@ def gradients(
   if scale is not None:
     sites = scaling_lib.with_scaled_gradients(sites, scale)
   parts = _parts(spec)
-  sinks = jax.tree.map(_sink, leaves, params, parts)
+  ahead = _ahead(spec)
+  sinks = jax.tree.map(_sink, leaves, params, parts, ahead)
+  made = quantized_once.of_layers(spec, params, sites, batch)
 
   def of_one(batch, micro, sites):
     batch = distillation.taught(spec, params, batch, teacher)
 
     def loss(sinks, taps):
       pair = functools.partial(_weight, step=step, micro=micro, grad_autoscale=grad_autoscale)
-      weights = jax.tree.map(pair, leaves, params, sinks, parts)
+      weights = jax.tree.map(pair, leaves, params, sinks, parts, ahead)
+      weights = quantized_once.attached(weights, sites, made)
       own = (weights, site_tree.with_taps(sites, taps), batch, spec.model, spec.run)
       value, aux = transformer.loss_and_aux(*own)
       value = unit_scaling.mean(sum(aux.losses.values(), start=value), total, spec.model)
@@ -106,23 +109,30 @@ def _parts(spec: train_spec.TrainSpec):
   return jax.tree.map(one, spec.leaves, spec.declaration)
 
 
-def _sink(leaf, param, parts):
+def _ahead(spec: train_spec.TrainSpec):
+  """Tree: whether a weight may be quantized ahead of its products, and is then no array."""
+  is_on = quantized_once.is_on(spec)
+  return jax.tree.map(lambda p: is_on and p.inputs is not None, spec.declaration)
+
+
+def _sink(leaf, param, parts, ahead):
   """The differentiated value: the parameter itself where it and its gradient are plain arrays."""
   if leaf.is_frozen:
     return ()
-  if _is_own_sink(leaf, param, parts):
+  if _is_own_sink(leaf, param, parts, ahead):
     return param
   return stored_params.grad_placeholder(param, leaf.gradient, leaf.lead, parts)
 
 
-def _is_own_sink(leaf, param, parts) -> bool:
-  return leaf.gradient is None and parts is None and not stored_params.is_stored(param)
+def _is_own_sink(leaf, param, parts, ahead) -> bool:
+  is_plain = parts is None and not ahead and not stored_params.is_stored(param)
+  return leaf.gradient is None and is_plain
 
 
-def _weight(leaf, param, sink, parts, *, step, micro, grad_autoscale):
+def _weight(leaf, param, sink, parts, ahead, *, step, micro, grad_autoscale):
   if leaf.is_frozen:  # norms and biases are no GEMM's: arrays as they are
     return param if leaf.master is None else stored_params.frozen(param)
-  if _is_own_sink(leaf, param, parts):
+  if _is_own_sink(leaf, param, parts, ahead):
     return sink
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(leaf.seed + 2), step), micro)
   mu = grad_autoscale.get("mu") if grad_autoscale else None

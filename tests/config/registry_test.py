@@ -66,7 +66,8 @@ ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   rl.pairs rl.eval_pairs rl.reward_model"""
 IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
   kernels.optimizer kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy
-  memory.save_gemm_inputs memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos
+  memory.save_gemm_inputs memory.weight_operands memory.loss_chunk optim.in_backward
+  optim.on_nonfinite data.bos
   data.workers data.prefetch mesh.data mesh.fsdp mesh.tensor mesh.collectives_in_flight
   sharding.weights sharding.acts"""
 NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "calibrate",
@@ -248,7 +249,8 @@ LEFT_OUT = {
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, beta_fast=32.0, beta_slow=1.0
   ),
   models_config.ComputeConfig: dict(
-    loss_chunk=512, num_sources=0, temperature=1.0, is_invariant=False, row_tile=0
+    loss_chunk=512, num_sources=0, temperature=1.0, is_invariant=False, row_tile=0,
+    weight_operands="per_product",
   ),
   params.Param: dict(std=0.02, decay=True, trainable=True),
   quant.Delayed: dict(steps=1024, margin=0),

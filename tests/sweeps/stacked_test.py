@@ -169,7 +169,7 @@ HONOURED = {
     precision.rules precision.first_bf16 precision.last_bf16 precision.smooth_swiglu
     precision.attention precision.compute_dtype kernels.matmul kernels.attention kernels.optimizer
     memory.remat_policy memory.save_gemm_inputs memory.save_norm_inputs memory.save_gate_up
-    memory.save_layer_inputs memory.loss_chunk
+    memory.save_layer_inputs memory.weight_operands memory.loss_chunk
     optim.optimizer optim.schedule optim.warmup_steps optim.warmup_fraction optim.decay_steps
     optim.b1 optim.b2 optim.eps optim.weight_decay optim.grad_clip_norm optim.clip_groups
     optim.lr_multipliers optim.base_width optim.decay_by optim.on_nonfinite optim.sparsity""",

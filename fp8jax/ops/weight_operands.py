@@ -1,0 +1,101 @@
+"""Quantized operands of weights, made once per step instead of by each of their products.
+
+A product quantizes its weight, and under FSDP gathers it, whenever it is multiplied: in the forward
+pass, in the one that is computed again, in the backward pass, and that in each microbatch. The
+weight is the same all step long. Here it is quantized and gathered once, in both orientations, and
+every product multiplies these codes. The numbers are the same to the bit. Each device holds two
+bytes per parameter of these weights, and scales, until the step ends.
+
+A weight whose operand differs from one microbatch to the next, or that something else than its
+products reads, keeps `by product`, as the trainer's first lines say (`reason_against`).
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.ops import gemm_spec, linear, multiplied, observe, operands, straight
+from fp8jax.ops.gemm_spec import GemmSpec, Role
+from fp8jax.ops.site import ScalingInputs, Site
+from fp8jax.ops.stored_params import WeightOperands
+
+ROLES = (Role.W_FWD, Role.W_DGRAD)
+
+
+def reason_against(spec: GemmSpec, site) -> str | None:
+  """Why the operands of a product's weight cannot be made once per step; None if they can."""
+  if type(site) is not Site:
+    return "its site has a product of its own"
+  quants = [spec.quant(role) for role in ROLES]
+  if None in quants:
+    return "not quantized in both of its products"
+  rows = [spec.rows_rotation(role) for role in ROLES]
+  if any(q and q.is_random for q in quants) or any(r and r.signs == "fresh" for r in rows):
+    return "rounded at random in each microbatch"
+  if spec.recipe.fwd.compensates or straight.is_needed(spec, Role.W_FWD):
+    return "its gradient or its product reads the weight itself"
+  return None
+
+
+def spec_of(w, site: Site, eqn: str, tokens: Mapping[str, int], dtype) -> GemmSpec:
+  """The specification of a product with `tokens`, {letter: size}; w and site are not stacked."""
+  of_x, _, of_w = eqn.partition("->")[0].partition(",")
+  sizes = {**dict(zip(of_w, w.shape, strict=True)), **tokens}
+  x = jax.ShapeDtypeStruct(tuple(sizes[c] for c in of_x), jnp.dtype(dtype))
+  return gemm_spec.make_spec(eqn, x, w, site)
+
+
+def of_block(
+  declared, ws: Mapping[str, Any], sites: Mapping[str, Any], tokens: Mapping[str, int], dtype
+) -> dict[str, WeightOperands]:
+  """{name: operands, stacked} of those linear layers of a block that have them.
+
+  Args:
+    declared: its sites in order, as of multiplied.of_block.
+    ws, sites: of the block, by name, stacked over layers.
+    tokens: sizes of the letters of x that are none of w, of a microbatch on all devices.
+    dtype: the compute dtype.
+  """
+  sites = jax.tree.map(lambda x: x, dict(sites))  # other marks: these products are none of a step's
+
+  def convert(ws, site, eqn):
+    spec = of_layer(ws, site, eqn, tokens, dtype)
+    if reason_against(spec, site) is not None:
+      return None
+    one = functools.partial(_made, eqn=eqn, tokens=dict(tokens), dtype=dtype)
+    made = jax.lax.map(lambda both: one(*both), (ws, site))
+    return jax.tree.map(functools.partial(_placed, site.layout), made, specs(spec, made.shape))
+
+  made = multiplied.of_block(declared, ws, sites, convert, stacked=1)
+  return {name: value for name, value in made.items() if value is not None}
+
+
+def specs(spec: GemmSpec, shape: tuple[int, ...]) -> WeightOperands:
+  """PartitionSpecs of a stack of operands."""
+  lead = lambda p: jax.sharding.PartitionSpec(None, *p)  # noqa: E731
+  is_spec = lambda p: isinstance(p, jax.sharding.PartitionSpec)  # noqa: E731
+  fwd, dgrad = (jax.tree.map(lead, spec.quantized_spec(role), is_leaf=is_spec) for role in ROLES)
+  return WeightOperands(fwd, dgrad, cast(Any, jax.sharding.PartitionSpec()), shape)
+
+
+def of_layer(ws, site, eqn: str, tokens, dtype) -> GemmSpec:
+  """`spec_of` one layer of a stack, of arrays or their shapes."""
+  one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
+  return spec_of(jax.tree.map(one, ws), jax.tree.map(one, site), eqn, tokens, dtype)
+
+
+def _made(w, site: Site, eqn: str, tokens: dict[str, int], dtype) -> WeightOperands:
+  spec = spec_of(w, site, eqn, tokens, dtype)
+  inputs, read = ScalingInputs.of(site), linear.read_weight(spec, w)
+  fwd, dgrad = (operands.quantize_now(spec, role, read, inputs) for role in ROLES)
+  stats = observe.operand_stats(spec, Role.W_FWD, read, inputs)
+  return WeightOperands(fwd, dgrad, stats, w.shape)
+
+
+def _placed(layout, x, spec):
+  if layout.mesh is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(layout.mesh, spec))

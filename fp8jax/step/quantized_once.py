@@ -1,0 +1,130 @@
+"""Weights of layers that a step quantizes once (memory.weight_operands="per_step"), by the model.
+
+Their operands are made before the microbatches and read by all of them (ops/weight_operands.py).
+The head and the embedding keep their products' own: a loss multiplies the head in chunks, of one
+reading.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import params as params_lib
+from fp8jax.models import transformer
+from fp8jax.models.mixer import GemmSite, Mixer
+from fp8jax.ops import weight_operands
+from fp8jax.ops.gemm_spec import GemmSpec
+from fp8jax.ops.site import Site
+from fp8jax.quantization import scaled_matrix
+from fp8jax.recipe.quant import Quant
+from fp8jax.step import train_spec
+
+PER_STEP = "per_step"
+
+
+def is_on(spec: train_spec.TrainSpec) -> bool:
+  return spec.run.weight_operands == PER_STEP
+
+
+def of_layers(spec: train_spec.TrainSpec, params, sites, batch) -> tuple[dict[str, Any], ...]:
+  """Of every run of layers {key of a mixer: {name: WeightOperands, stacked}}; () by product.
+
+  Args:
+    params, sites: as the state has them.
+    batch: of a microbatch, or of several, [A, B, L].
+  """
+  if not is_on(spec):
+    return ()
+  tokens, made = dict(zip("BL", batch["tokens_BL"].shape[-2:], strict=True)), []
+  for _, of_run, stack in transformer.runs(sites, params["layers"]):
+    made.append({
+      mixer.key: weight_operands.of_block(
+        _declared(spec, mixer), stack[mixer.key], of_run[mixer.key], tokens, spec.run.dtype
+      )
+      for mixer in transformer.mixers(spec.model)
+    })  # fmt: skip
+  return tuple(made)
+
+
+def attached(weights, sites, made):
+  """A tree of Weights whose products multiply the operands that were made of them."""
+  if not made:
+    return weights
+  layers = []
+  for (_, _, stack), of_run in zip(transformer.runs(sites, weights["layers"]), made, strict=True):
+    layers.append({
+      key: {name: _with_operands(w, of_run.get(key, {}).get(name)) for name, w in own.items()}
+      for key, own in stack.items()
+    })  # fmt: skip
+  return {**weights, "layers": tuple(layers)}
+
+
+def _with_operands(w, operands):
+  return w if operands is None else dataclasses.replace(w, stored=operands)
+
+
+def _declared(spec: train_spec.TrainSpec, mixer: Mixer) -> list[GemmSite]:
+  """The sites of a mixer whose weights nothing else reads."""
+  scaled = spec.run.smooth_swiglu == "channel"
+  return [site for site in mixer.sites if not (scaled and site.has_channel_scales)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+  """Which weights a step quantizes once, and what that takes.
+
+  Attributes:
+    names: of the sites of layers that it does.
+    by_product: {name of another site: the reason}.
+    arrays: shapes of stacks of operands, codes and scales, on one device.
+  """
+
+  names: tuple[str, ...]
+  by_product: dict[str, str]
+  arrays: tuple[jax.ShapeDtypeStruct, ...]
+
+  @property
+  def nbytes(self) -> int:
+    """Of all operands, on one device."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.arrays)
+
+
+def account(spec: train_spec.TrainSpec, phase: int = 0) -> Account:
+  """That of a phase of precision."""
+  names, against, arrays = [], {}, []
+  for site, declared, w in _sites(spec, phase):
+    tokens = {"B": spec.microbatch, "L": spec.data.seq_len}
+    product = weight_operands.of_layer(w, site, declared.eqn, tokens, spec.run.dtype)
+    reason = weight_operands.reason_against(product, site)
+    if declared.has_channel_scales and spec.run.smooth_swiglu == "channel":
+      reason = "multiplied by channel scales first"
+    if reason is not None:
+      against[site.name] = reason
+      continue
+    names.append(site.name)
+    arrays += _arrays(product, len(site.layer_names))
+  return Account(tuple(names), against, tuple(arrays))
+
+
+def _sites(spec: train_spec.TrainSpec, phase: int) -> Iterator[tuple[Site, GemmSite, Any]]:
+  """(site, its declaration, the shape of its stack of weights) of all runs of layers."""
+  params = params_lib.abstract(spec.declaration, spec.model.dims, spec.run.layout)
+  for of_run in spec.sites(phase=phase)["layers"]:
+    for mixer in transformer.mixers(spec.model):
+      for declared in mixer.sites:
+        yield of_run[mixer.key][declared.name], declared, params["layers"][mixer.key][declared.name]
+
+
+def _arrays(product: GemmSpec, count: int) -> Iterator[jax.ShapeDtypeStruct]:
+  """Both operands of the weights of `count` layers, on one device: codes and float32 scales."""
+  for role in weight_operands.ROLES:
+    sizes, (_, *groups) = product.local_sizes(), product.letters_of(role)
+    extents = [math.prod(sizes[c] for c in group) for group in groups]
+    quant = cast(Quant, product.quant(role))
+    tiles = map(scaled_matrix.num_tiles, extents, quant.tile)
+    yield jax.ShapeDtypeStruct((count, *extents), quant.format.dtype)
+    yield jax.ShapeDtypeStruct((count, *tiles), jnp.float32)

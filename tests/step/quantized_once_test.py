@@ -1,0 +1,171 @@
+"""Weights quantized once per step: the numbers of a step that quantizes them in each product."""
+
+import functools
+
+import harness
+import jax
+import numpy as np
+import pytest
+
+from fp8jax.compiled import collectives, workspace
+from fp8jax.data import batch_sharding
+from fp8jax.errors import ConfigError
+from fp8jax.ops import scaling, stored_params
+from fp8jax.run import start
+from fp8jax.step import gradients, quantized_once, train_step
+
+# The backend whose sums have one order: XLA may add those of the CPU's fast one in another.
+SMALL = {
+  "model.num_layers": 2, "memory.loss_chunk": 64, "seq_len": 128, "global_batch": 16,
+  "grad_accum_steps": 2, "kernels.matmul": "reference", "optim.warmup_steps": 0,
+}  # fmt: skip
+HEAD = ("head", "bf16")
+MIXED = {
+  "precision.rules": (HEAD, ("layers/1/attn/.*", "nvfp4"), ("layers/.*/down", "mxfp8"),
+                      ("layers/.*", "tensor_current")),
+  "precision.first_bf16": 1, "memory.save_gemm_inputs": "quantized",
+  "optim.master_format": "bf16_remainder",
+}  # fmt: skip
+CASES = {
+  "a layer in BF16 and one not, 16-bit masters, layers recomputed": (
+    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "precision.first_bf16": 1,
+     "optim.master_format": "bf16_remainder", "memory.remat_policy": "full"}, (2, 2, 1)),
+}  # fmt: skip
+SLOW = {
+  "a layer in BF16 and one of three recipes, joint scales": (MIXED, (2, 2, 1)),
+  "histories, heads over devices, layers recomputed": (
+    {"precision.rules": (HEAD, ("layers/.*", "tensor_delayed")), "memory.remat_policy": "full"},
+    (2, 2, 2)),
+  "rows, one microbatch": (
+    {"precision.rules": (HEAD, ("layers/.*", "rowwise")), "grad_accum_steps": 1}, None),
+  "blocks on a mesh, gradients in 16 bits": (
+    {"precision.rules": (HEAD, ("layers/.*", "block_128_pow2")), "optim.grad_format": "bf16_sr",
+     "memory.save_gemm_inputs": "quantized", "memory.remat_policy": "operands"}, (2, 4, 1)),
+  "channel scales, E5M2 gradients under a loss scale": (
+    {"precision.rules": (HEAD, ("layers/.*", "tensor_current_e5m2")),
+     "precision.smooth_swiglu": "channel", "loss_scale.kind": "dynamic",
+     "precision.compute_dtype": "float16"}, None),
+  "adapters": ({"precision.rules": (HEAD, ("layers/.*", "block_128")), "model.lora.rank": 4,
+                "model.lora.base": "bf16"}, (4, 1, 1)),
+  "unit scaling, scales of activations": (
+    {"precision.rules": (("head", "unit_head"), (".*", "unit_scaling")), "model.init_std": 1.0,
+     "model.unit_scaling": "all", "model.residual_tau": 0.36, "model.tie_embeddings": False,
+     "optim.grad_clip_norm": 0.0}, None),
+  "random gradients, FP4 blocks": (
+    {"precision.rules": (HEAD, ("layers/.*", "nvfp4_sr"))}, (1, 2, 2)),
+}  # fmt: skip
+BOTH = [pytest.param(*case, id=name) for name, case in CASES.items()]
+BOTH += [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()]
+
+
+def spec_of(changes, shape, form="per_step"):
+  changes = {**SMALL, "memory.weight_operands": form, **changes}
+  return harness.tiny_spec(harness.tiny_config("bf16", **changes), shape)
+
+
+def batch_of(spec):
+  rng = np.random.default_rng(0)
+  shape = (spec.global_batch, spec.data.seq_len)
+  tokens = rng.integers(0, spec.model.vocab_size, (shape[0], shape[1] + 1)).astype(np.int32)
+  return {
+    "tokens_BL": tokens[:, :-1], "targets_BL": tokens[:, 1:],
+    "weights_BL": rng.integers(0, 2, shape).astype(np.float32),
+    "positions_BL": np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
+    "segments_BL": np.ones(shape, np.int32),
+  }  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, shape", BOTH)
+def test_gradients_are_the_same_to_the_bit(changes, shape):
+  """Loss, gradients, and what sites observe."""
+  found = {}
+  for form in ("per_step", "per_product"):
+    spec = spec_of(changes, shape, form)
+    spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
+    state, batch, sites = train_step.make_state(spec), spread.place(batch_of(spec)), spec.sites()
+    if sites["layers"][0]["attn"]["q"].recipe.is_stateful:
+      state = train_step.calibrate(spec, state, batch, 0)
+      sites = scaling.with_states(sites, state.scaling_states)
+    params = harness.random_adapters(state.params) if spec.model.lora else state.params
+    scale = None if spec.loss_scale.kind == "none" else 4.0
+    take = jax.jit(functools.partial(gradients.gradients, spec, scale=scale))
+    found[form] = jax.device_get(take(params, sites, batch))
+  loss, gradient, *_ = found["per_step"]
+  assert np.isfinite(loss) and all(np.any(g) for g in jax.tree.leaves(gradient))
+  harness.assert_trees_equal(*found.values())
+
+
+def test_weights_are_gathered_once_whatever_the_microbatches():
+  """Codes of both orientations, three quarters of which come from other devices."""
+  rules = {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "model.num_layers": 2}
+  spec = spec_of({**rules, "grad_accum_steps": 4}, (1, 4, 1))
+  state, batch, sites = harness.step_arguments(spec)
+  take = jax.jit(functools.partial(gradients.gradients, spec))
+  text = take.lower(state.params, sites, batch).compile().as_text()
+  rows = collectives.account(text, dict(spec.run.layout.mesh.shape))
+  codes = [r.nbytes for r in rows if r.kind == "all-gather" and r.dtype == "u8"]
+  weights = 2 * (4 * 128 * 512 + 3 * 128 * 512)  # q, k, v, o; gate, up, down
+  assert sum(codes) == 2 * weights * 3 // 4
+
+
+def test_the_first_lines_say_which_weights_and_how_many_bytes():
+  """128 channels, 512 of q and of the MLP; 1 byte per code, a float32 scale per 128x128, twice."""
+  spec = spec_of({"precision.rules": (HEAD, ("layers/.*/down", "quartet"),
+                                      ("layers/.*/up", "fp4_dge"), ("layers/.*", "block_128")),
+                  "precision.first_bf16": 1}, None)  # fmt: skip
+  account = quantized_once.account(spec)
+  sites = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate")
+  assert account.names == tuple(f"layers/1-1/{name}" for name in sites)
+  assert account.nbytes == 5 * 2 * (128 * 512 + 4 * 4)
+  kinds, text = workspace.peak(spec, 0)[1], start.weights_line(spec)
+  assert kinds[workspace.ONCE] == account.nbytes
+  assert text.startswith("weights of 5 sites quantized once per step, ")
+  assert "layers/0-0/attn/q, " in text
+  assert "layers/0-0/mlp/down (not quantized in both of its products)" in text
+  assert "layers/1-1/mlp/up (its gradient or its product reads the weight itself)" in text
+  assert "layers/1-1/mlp/down (rounded at random in each microbatch)" in text
+
+
+def test_the_account_is_of_the_arrays_that_are_made():
+  spec = spec_of(MIXED, (2, 2, 2))
+  state, batch, sites = harness.step_arguments(spec)
+  made = jax.eval_shape(
+    lambda p, s, b: quantized_once.of_layers(spec, p, s, b), state.params, sites, batch
+  )
+  weights = jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, stored_params.WeightOperands))
+  whole = sum(x.size * x.dtype.itemsize for w in weights for x in jax.tree.leaves((w.fwd, w.dgrad)))
+  arrays = quantized_once.account(spec).arrays
+  assert len(weights) == len(quantized_once.account(spec).names) == 7
+  # Heads and the MLP lie on two devices along `tensor`; the scales of whole rows on both.
+  assert whole / 2 <= quantized_once.account(spec).nbytes < whole / 2 * 1.01
+  assert {str(x.dtype) for x in arrays} == {"float8_e4m3fn", "float4_e2m1fn", "float32"}
+
+
+REFUSED = {
+  "no weight": ({"precision.rules": ((".*", "bf16"),)},
+                "layers/attn/q is not quantized in both of its products, and so on; set memory."),
+  "layers that move": (
+    {"optim.in_backward": True, "optim.grad_clip_norm": 0.0, "grad_accum_steps": 1,
+     "memory.remat_policy": "full", "precision.rules": (HEAD, ("layers/.*", "block_128"))},
+    "memory.weight_operands='per_step' with optim.in_backward=True"),
+  "an invariant pass": (
+    {"precision.invariant": True, "memory.remat_policy": "full",
+     "precision.rules": (HEAD, ("layers/.*", "fp8_dynamic"))},
+    "its products read the weights in another form"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, said", REFUSED.values(), ids=REFUSED)
+def test_refusals(changes, said):
+  with pytest.raises(ConfigError, match="memory.weight_operands") as e:
+    spec_of(changes, None)
+  assert said in str(e.value)
+
+
+def test_a_weight_in_operands_is_read_by_its_products_alone():
+  made = stored_params.WeightOperands(None, None, None, (3, 4))
+  for w in (made, stored_params.Weight(made, None, None)):
+    with pytest.raises(TypeError, match=r"a weight \(3, 4\) that is quantized once per step"):
+      stored_params.value({"w": w}) if isinstance(w, stored_params.Weight) else (
+        stored_params.compute_copy(w)
+      )
