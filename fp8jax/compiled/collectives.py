@@ -18,7 +18,7 @@ import numpy as np
 from fp8jax.compiled import hlo, saved_tensors
 
 # The bytes that a device receives, of those of its operand.
-_RECEIVED = {
+RECEIVED = {
   "all-gather": lambda n: n - 1,
   "reduce-scatter": lambda n: (n - 1) / n,
   "all-reduce": lambda n: 2 * (n - 1) / n,
@@ -84,7 +84,7 @@ def account(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     dtype = max(of_dtype, key=lambda d: of_dtype[d])
     row = total[kind, dtype, axes, is_async]
     row[0] += times
-    nbytes = times * sum(of_dtype.values()) * _RECEIVED[kind](size)
+    nbytes = times * sum(of_dtype.values()) * RECEIVED[kind](size)
     row[1] += nbytes
     row[2] += nbytes * (is_async and _has_product_beside(program, *start))
   rows = [
@@ -116,7 +116,7 @@ def _collectives(
   for i in table.values():
     starts = i.opcode.endswith("-start")
     apart = is_async or (starts and '"is_sync":true' not in i.rest)
-    if i.opcode.removesuffix("-start") in _RECEIVED:
+    if i.opcode.removesuffix("-start") in RECEIVED:
       yield i, table, times, apart, outer or (i, table)
       continue
     start = outer or ((i, table) if starts else None)
@@ -130,7 +130,7 @@ def _has(program: hlo.Program, name: str, known: dict[str, bool]) -> bool:
   """Whether a computation, or one that it calls, has a collective."""
   if name not in known:
     known[name] = any(
-      i.opcode.removesuffix("-start") in _RECEIVED
+      i.opcode.removesuffix("-start") in RECEIVED
       or any(_has(program, callee, known) for callee in i.called)
       for i in program.computations[name].values()
     )
