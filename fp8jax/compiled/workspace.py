@@ -86,12 +86,10 @@ def _layer(spec) -> dict[str, int]:
   head = 4 * d * _local(spec, "V")  # its gradient, whole
   if spec.optim.in_backward:
     in_hand = max(in_hand, _gradients(spec, ["layers"]) // spec.model.num_layers)
-    head *= spec.model.tie_embeddings  # or moved already
-    gradients = 0
-  else:
-    gradients = _sums(spec, ["layers"]) + _gradients(spec, ["layers"])
+  if spec.optim.in_backward or gradients.adds_in_place(spec):
+    head *= spec.model.tie_embeddings  # or moved, or added, already
   return {
-    GRADIENTS: gradients,
+    GRADIENTS: _stacks(spec),
     VOCABULARY: _sums(spec, _vocabularies(spec)) + head,
     WEIGHTS: in_hand,
     # Their gradients for both of their products, and what they read.
@@ -136,7 +134,7 @@ def _embedding(spec) -> dict[str, int]:
   if spec.optim.in_backward:
     return {VOCABULARY: head * spec.model.tie_embeddings + 2 * embedding}
   return {
-    GRADIENTS: _sums(spec, ["layers"]) + _gradients(spec, ["layers"]),
+    GRADIENTS: _stacks(spec),
     VOCABULARY: _sums(spec, _vocabularies(spec)) + head + 2 * embedding,
   }
 
@@ -144,6 +142,13 @@ def _embedding(spec) -> dict[str, int]:
 def _sums(spec, of) -> int:
   """Gradients of the microbatches before this one."""
   return _gradients(spec, of) if spec.grad_accum_steps > 1 else 0
+
+
+def _stacks(spec) -> int:
+  """Gradients of all layers: their sums, and those of this microbatch if they are a stack too."""
+  is_used = spec.optim.in_backward or gradients.adds_in_place(spec)
+  own = 0 if is_used else _gradients(spec, ["layers"])
+  return _sums(spec, ["layers"]) + own
 
 
 def _gradients(spec, of) -> int:

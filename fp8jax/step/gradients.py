@@ -7,6 +7,7 @@ model changes before their product (down of Smooth-SwiGLU), a reward head, and t
 the batch is split first along an axis that splits the embedding too.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -22,7 +23,7 @@ from fp8jax.ops import site as site_lib
 from fp8jax.optim import gradients as gradients_lib
 from fp8jax.optim import update
 from fp8jax.quantization import tensor_stats
-from fp8jax.step import distillation, quantized_once, train_spec
+from fp8jax.step import distillation, layer_loop, quantized_once, train_spec
 
 
 def gradients(
@@ -45,8 +46,7 @@ def gradients(
   total, leaves = jnp.maximum(batch["weights_BL"].sum(), 1), spec.leaves
   if scale is not None:
     sites = scaling_lib.with_scaled_gradients(sites, scale)
-  parts = _parts(spec)
-  ahead = _ahead(spec)
+  parts, ahead = _parts(spec), _ahead(spec)
   sinks = jax.tree.map(_sink, leaves, params, parts, ahead)
   made = quantized_once.of_layers(spec, params, sites, batch)
 
@@ -56,7 +56,7 @@ def gradients(
     def loss(sinks, taps):
       pair = functools.partial(_weight, step=step, micro=micro, grad_autoscale=grad_autoscale)
       weights = jax.tree.map(pair, leaves, params, sinks, parts, ahead)
-      weights = quantized_once.attached(weights, sites, made)
+      weights = quantized_once.attached_to_runs(weights, sites, made)
       own = (weights, site_tree.with_taps(sites, taps), batch, spec.model, spec.run)
       value, aux = transformer.loss_and_aux(*own)
       value = unit_scaling.mean(sum(aux.losses.values(), start=value), total, spec.model)
@@ -75,19 +75,101 @@ def gradients(
     value, gradient, stats, aux = of_one(batch, 0, sites)
     return value, gradient, site_tree.by_name(sites, stats), aux
 
+  def in_place(batch, micro, sites, sums):
+    batch = distillation.taught(spec, params, batch, teacher)
+    value, aux, sums, stats = layer_loop.differentiate(
+      spec, params, sites, batch, total, _Sums(spec, params, parts, ahead), lambda _: sums, made
+    )
+    return value, sums, stats, aux
+
+  def apart(batch, micro, sites, sums):
+    value, gradient, stats, aux = of_one(batch, micro, sites)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(spec.seed), step), micro)
+    return value, gradients_lib.add(sums, gradient, key), stats, aux
+
+  nothing = jax.tree.map(jnp.zeros_like, sinks)
+  added = in_place if adds_in_place(spec) else apart
+  value, gradient, stats, aux = _of_microbatches(spec, added, batch, sites, nothing)
+  return value, _summed(spec, gradient, parts), site_tree.by_name(sites, stats), aux
+
+
+def _of_microbatches(spec: train_spec.TrainSpec, added, batch, sites, nothing):
+  """(loss, sums of gradients, observations, Aux) of a batch [A, B, L].
+
+  Args:
+    added: (batch [B, L], its number, sites, sums) -> (loss, sums, observations, Aux).
+    nothing: sums of no gradients.
+  """
+
   def add(carry, xs):
     micro, batch = xs
     # Random keys of its own: with the same ones rounding errors would be the same and add up.
-    value, gradient, stats, aux = of_one(batch, micro, site_lib.with_folded_keys(sites, micro))
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(spec.seed), step), micro)
-    sums = gradients_lib.add(carry[1], gradient, key)
+    value, sums, stats, aux = added(batch, micro, site_lib.with_folded_keys(sites, micro), carry[1])
     return (carry[0] + value, sums, jax.tree.map(tensor_stats.combine, carry[2], stats)), aux
 
-  nothing = jax.tree.map(lambda tap: tensor_stats.nothing(tap.shape), site_tree.taps(sites))
-  start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, sinks), nothing)
+  stats = jax.tree.map(lambda tap: tensor_stats.nothing(tap.shape), site_tree.taps(sites))
   of_all = (jnp.arange(spec.grad_accum_steps), batch)
-  (value, gradient, stats), aux = jax.lax.scan(add, start, of_all)
-  return value, _summed(spec, gradient, parts), site_tree.by_name(sites, stats), aux.sum()
+  sums, aux = jax.lax.scan(add, (jnp.zeros(()), nothing, stats), of_all)
+  return *sums, aux.sum()
+
+
+def adds_in_place(spec: train_spec.TrainSpec) -> bool:
+  """Whether the backward pass of a microbatch adds each layer's gradient to the sums as soon as it
+  is there, so that the gradients of all layers exist once and not twice.
+
+  Of other formats than float32 a sum is rounded; of other saved tensors than the input of every
+  layer the backward pass is autodiff's.
+  """
+  is_wide = all(leaf.gradient is None for leaf in jax.tree.leaves(spec.leaves))
+  is_plain = spec.loss_scale.kind == "none" and not spec.run.is_invariant
+  return spec.grad_accum_steps > 1 and spec.run.remat == "full" and is_wide and is_plain
+
+
+class _Sums:
+  """Adds gradients to sums like the differentiated values, in place (layer_loop.Consumer)."""
+
+  def __init__(self, spec: train_spec.TrainSpec, params, parts, ahead):
+    self._params, self._trees = params, (spec.leaves, parts, ahead)
+    self._places = None if spec.run.layout.mesh is None else _places(spec, parts)
+
+  def sinks(self, params, part):
+    leaves, parts, ahead = map(part, self._trees)
+
+    def one(leaf, param, parts, ahead):
+      return _sink(dataclasses.replace(leaf, lead=0), param, parts, ahead)
+
+    return jax.tree.map(one, leaves, params, parts, ahead)
+
+  def paired(self, params, sinks, part):
+    leaves, parts, ahead = map(part, self._trees)
+
+    def one(leaf, param, sink, parts, ahead):
+      if leaf.is_frozen or _is_own_sink(leaf, param, parts, ahead):
+        return _weight(leaf, param, sink, parts, ahead, step=0, micro=0, grad_autoscale=None)
+      return stored_params.Weight(param, sink, None, parts=parts)
+
+    return jax.tree.map(one, leaves, params, sinks, parts, ahead)
+
+  def layer_params(self, i, carry):
+    del carry
+    return jax.tree.map(lambda x: x[i], self._params["layers"])
+
+  def named(self, gradient, stats, carry):
+    del stats
+    sums = {k: jax.tree.map(jnp.add, carry[k], g) for k, g in gradient.items()}
+    return {**carry, **sums}
+
+  def layer(self, i, gradient, stats, carry):
+    del stats
+
+    def one(total, g, place=None):
+      if place is not None:
+        of_layer = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+        g = jax.lax.with_sharding_constraint(g, of_layer)
+      return jax.lax.dynamic_update_index_in_dim(total, total[i] + g, i, 0)
+
+    places = () if self._places is None else (self._places["layers"],)
+    return {**carry, "layers": jax.tree.map(one, carry["layers"], gradient, *places)}
 
 
 def _parts(spec: train_spec.TrainSpec):

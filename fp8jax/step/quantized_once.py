@@ -16,21 +16,20 @@ import jax.numpy as jnp
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.mixer import GemmSite, Mixer
-from fp8jax.ops import weight_operands
+from fp8jax.ops import stored_params, weight_operands
 from fp8jax.ops.gemm_spec import GemmSpec
 from fp8jax.ops.site import Site
 from fp8jax.quantization import scaled_matrix
 from fp8jax.recipe.quant import Quant
-from fp8jax.step import train_spec
 
 PER_STEP = "per_step"
 
 
-def is_on(spec: train_spec.TrainSpec) -> bool:
+def is_on(spec) -> bool:
   return spec.run.weight_operands == PER_STEP
 
 
-def of_layers(spec: train_spec.TrainSpec, params, sites, batch) -> tuple[dict[str, Any], ...]:
+def of_layers(spec, params, sites, batch) -> tuple[dict[str, Any], ...]:
   """Of every run of layers {key of a mixer: {name: WeightOperands, stacked}}; () by product.
 
   Args:
@@ -50,24 +49,33 @@ def of_layers(spec: train_spec.TrainSpec, params, sites, batch) -> tuple[dict[st
   return tuple(made)
 
 
-def attached(weights, sites, made):
-  """A tree of Weights whose products multiply the operands that were made of them."""
+def read(params, made):
+  """The parameters of a layer, or of a stack of layers, with the operands of those that have any;
+  nothing is differentiated."""
+  return _with(params, made, lambda _, operands: stored_params.Weight(operands, None, None))
+
+
+def attached(weights, made):
+  """Weights, of a layer or of a stack, whose products multiply the operands made of them."""
+  return _with(weights, made, lambda w, operands: dataclasses.replace(w, stored=operands))
+
+
+def attached_to_runs(weights, sites, made):
+  """The Weights of a model, `attached` for every run of layers."""
   if not made:
     return weights
-  layers = []
-  for (_, _, stack), of_run in zip(transformer.runs(sites, weights["layers"]), made, strict=True):
-    layers.append({
-      key: {name: _with_operands(w, of_run.get(key, {}).get(name)) for name, w in own.items()}
-      for key, own in stack.items()
-    })  # fmt: skip
-  return {**weights, "layers": tuple(layers)}
+  runs = zip(transformer.runs(sites, weights["layers"]), made, strict=True)
+  return {**weights, "layers": tuple(attached(stack, of_run) for (_, _, stack), of_run in runs)}
 
 
-def _with_operands(w, operands):
-  return w if operands is None else dataclasses.replace(w, stored=operands)
+def _with(tree, made, replace):
+  return {
+    key: own | {name: replace(own[name], x) for name, x in made.get(key, {}).items()}
+    for key, own in tree.items()
+  }
 
 
-def _declared(spec: train_spec.TrainSpec, mixer: Mixer) -> list[GemmSite]:
+def _declared(spec, mixer: Mixer) -> list[GemmSite]:
   """The sites of a mixer whose weights nothing else reads."""
   scaled = spec.run.smooth_swiglu == "channel"
   return [site for site in mixer.sites if not (scaled and site.has_channel_scales)]
@@ -93,7 +101,7 @@ class Account:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.arrays)
 
 
-def account(spec: train_spec.TrainSpec, phase: int = 0) -> Account:
+def account(spec, phase: int = 0) -> Account:
   """That of a phase of precision."""
   names, against, arrays = [], {}, []
   for site, declared, w in _sites(spec, phase):
@@ -110,7 +118,7 @@ def account(spec: train_spec.TrainSpec, phase: int = 0) -> Account:
   return Account(tuple(names), against, tuple(arrays))
 
 
-def _sites(spec: train_spec.TrainSpec, phase: int) -> Iterator[tuple[Site, GemmSite, Any]]:
+def _sites(spec, phase: int) -> Iterator[tuple[Site, GemmSite, Any]]:
   """(site, its declaration, the shape of its stack of weights) of all runs of layers."""
   params = params_lib.abstract(spec.declaration, spec.model.dims, spec.run.layout)
   for of_run in spec.sites(phase=phase)["layers"]:

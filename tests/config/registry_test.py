@@ -249,8 +249,7 @@ LEFT_OUT = {
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, beta_fast=32.0, beta_slow=1.0
   ),
   models_config.ComputeConfig: dict(
-    loss_chunk=512, num_sources=0, temperature=1.0, is_invariant=False, row_tile=0,
-    weight_operands="per_product",
+    loss_chunk=512, num_sources=0, temperature=1.0, is_invariant=False, row_tile=0
   ),
   params.Param: dict(std=0.02, decay=True, trainable=True),
   quant.Delayed: dict(steps=1024, margin=0),

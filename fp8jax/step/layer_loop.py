@@ -1,0 +1,167 @@
+"""Loss and gradients of a batch, one layer's gradient at a time.
+
+Differentiating a loop over layers gives their gradients as one stack. Here the backward pass is
+written out: a loop over the layers from the last to the first computes a layer again from its
+input, differentiates it, and hands its gradient to somebody who uses it in place: layerwise.py
+moves the layer, gradients.py adds it to the sums of microbatches.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.models import transformer, unit_scaling
+from fp8jax.models.mixer import Aux
+from fp8jax.ops import residuals, site_tree
+from fp8jax.step import quantized_once
+
+
+class Consumer(Protocol):
+  """Reads parameters, and takes their gradients into a carry of its own.
+
+  `part` of a method takes a tree like the declaration to the part that `params` is of.
+  """
+
+  def sinks(self, params, part: Callable) -> Any:
+    """The differentiated values of parameters, which are not stacked."""
+
+  def paired(self, params, sinks, part: Callable) -> Any:
+    """The parameters as the model takes them, to be differentiated by their sinks."""
+
+  def layer_params(self, i, carry) -> Any:
+    """Those of layer i, as they are stored."""
+
+  def named(self, gradient: dict[str, Any], stats, carry) -> Any:
+    """The carry after the gradients of parameters without layers, by name."""
+
+  def layer(self, i, gradient, stats, carry) -> Any:
+    """The carry after the gradient of layer i."""
+
+
+def differentiate(
+  spec, params, sites, batch, total, consumer: Consumer, begin: Callable, made=()
+) -> tuple[Any, Aux, Any, dict[str, Any]]:
+  """(loss, Aux, the consumer's carry, observations like site_tree.taps(sites)).
+
+  Args:
+    spec: TrainSpec.
+    params: as the state has them.
+    batch: as the model takes it.
+    total: weights of the tokens that the loss is a mean over.
+    begin: loss -> carry, before the first gradient.
+    made: of quantized_once.of_layers.
+  """
+  cfg, run = spec.model, spec.run
+  emb = {"embed": params["embed"]}
+  # Parameters with a gradient from the loss; a tied embedding gets another one below.
+  behind = {
+    k: p for k, p in params.items() if k != "layers" and (k != "embed" or cfg.tie_embeddings)
+  }
+  ends = {k: s for k, s in sites.items() if k != "layers"}
+  below = {k: ends.pop(k) for k in ("embed",) if k in ends}
+
+  def embed(sinks, taps):
+    weights = consumer.paired(emb, sinks, _of_names(emb))
+    return transformer.embed(weights, site_tree.with_taps(below, taps), batch, cfg, run)
+
+  def finish(x_BLD, sinks, taps):
+    weights, above = (
+      consumer.paired(behind, sinks, _of_names(behind)),
+      site_tree.with_taps(ends, taps),
+    )
+    loss, sums = transformer.head_loss(x_BLD, weights, above, batch, cfg, run)
+    return unit_scaling.mean(loss, total, cfg), sums
+
+  sinks_of = lambda p: consumer.sinks(p, _of_names(p))  # noqa: E731
+  x_BLD, pull_embed = jax.vjp(embed, sinks_of(emb), site_tree.taps(below))
+  x_BLD, inputs, aux = _forward(spec, x_BLD, params, sites, batch, made)
+  loss, pull_finish, sums = jax.vjp(
+    finish, x_BLD, sinks_of(behind), site_tree.taps(ends), has_aux=True
+  )
+  g_BLD, g_behind, head_stats = pull_finish(jnp.ones_like(loss))
+  loss = sum((value / total for value in aux.losses.values()), start=loss)
+  g_head, carry = g_behind.pop("embed", None), begin(loss)
+  carry = consumer.named(g_behind, [head_stats], carry)
+  # Before any layer's turn: else the head's gradient would be alive during all of them.
+  g_BLD, carry = jax.lax.optimization_barrier((g_BLD, carry))
+  g_BLD, carry, stats = _backward(
+    spec, g_BLD, 1 / total, consumer, carry, sites, inputs, batch, made
+  )
+  g_rows, embed_stats = pull_embed(g_BLD)
+  if g_head is not None:
+    g_rows = {"embed": g_rows["embed"] + g_head}
+  carry = consumer.named(g_rows, [], carry)
+  stats = {**embed_stats, "layers": stats, **head_stats}
+  return loss, dataclasses.replace(aux, sums=sums), carry, stats
+
+
+def _of_names(names: Mapping[str, Any]) -> Callable:
+  return lambda tree: {k: tree[k] for k in names}
+
+
+def of_layers(tree):
+  """The part of a tree like the declaration that layers have."""
+  return tree["layers"]
+
+
+def _forward(spec, x_BLD, params, sites, batch, made):
+  """(the residual stream after all layers, their saved inputs: stacks, one per run, Aux)."""
+  cfg, run, inputs, total = spec.model, spec.run, [], Aux()
+  context = transformer.layer_context(batch, cfg, run)
+
+  def forward(x_BLD, xs):
+    i, s, operands = xs
+    p = jax.tree.map(lambda x: x[i], params["layers"])
+    of_layer = (quantized_once.read(p, operands), s)
+    layer_inputs = residuals.compress(x_BLD, run.residuals.layer_inputs)
+    x_BLD, aux = transformer.layer(x_BLD, of_layer, context, cfg, run)
+    return x_BLD, (layer_inputs, aux)
+
+  for number, (run_, of_run) in enumerate(transformer.runs(sites)):
+    # By number: slices of the stacks would be copies of them.
+    xs = (jnp.arange(run_.start, run_.stop), of_run, made[number] if made else {})
+    x_BLD, (layer_inputs, aux) = jax.lax.scan(forward, x_BLD, xs)
+    inputs.append(layer_inputs)
+    total += aux.sum()
+  return x_BLD, inputs, total
+
+
+def _backward(spec, g_BLD, g_aux, consumer: Consumer, carry, sites, inputs, batch, made):
+  """(gradient of the first layer's input, carry, tensor statistics: one tree per run of layers).
+
+  Args:
+    g_aux: the gradient of every aux loss.
+  """
+  cfg, run, stats = spec.model, spec.run, []
+  context = transformer.layer_context(batch, cfg, run)
+
+  def backward(carry, xs):
+    g_BLD, carry = carry
+    i, layer_inputs, s, operands = xs
+    p = consumer.layer_params(i, carry)
+
+    def again(x_BLD, sinks, taps):
+      weights = quantized_once.attached(consumer.paired(p, sinks, of_layers), operands)
+      x_BLD, aux = transformer.layer(
+        x_BLD, (weights, site_tree.with_taps(s, taps)), context, cfg, run
+      )
+      return x_BLD, aux.losses
+
+    # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
+    with jax.named_scope("rematted_computation"):
+      (_, losses), pull = jax.vjp(
+        again, residuals.decompress(layer_inputs, run.dtype), consumer.sinks(p, of_layers),
+        site_tree.taps(s),
+      )  # fmt: skip
+    g_BLD, gradient, stats = pull((g_BLD, {name: g_aux for name in losses}))
+    return (g_BLD, consumer.layer(i, gradient, stats, carry)), stats
+
+  runs = list(zip(transformer.runs(sites), inputs, made or [{}] * len(inputs), strict=True))
+  for (run_, of_run), saved, operands in reversed(runs):
+    xs = (jnp.arange(run_.start, run_.stop), saved, of_run, operands)
+    (g_BLD, carry), layer_stats = jax.lax.scan(backward, (g_BLD, carry), xs, reverse=True)
+    stats.append(layer_stats)
+  return g_BLD, carry, tuple(reversed(stats))

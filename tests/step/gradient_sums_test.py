@@ -1,0 +1,105 @@
+"""Layers add their gradients to the sums of microbatches in place: the sums of autodiff's."""
+
+import functools
+
+import harness
+import jax
+import numpy as np
+import pytest
+
+from fp8jax.data import batch_sharding
+from fp8jax.step import gradients, train_step
+
+SMALL = {
+  "model.num_layers": 3, "memory.loss_chunk": 64, "seq_len": 64, "global_batch": 12,
+  "grad_accum_steps": 3, "memory.remat_policy": "full", "kernels.matmul": "reference",
+  "optim.warmup_steps": 0,
+}  # fmt: skip
+HEAD = ("head", "bf16")
+CASES = {
+  "two runs of layers, tied, compressed inputs": (
+    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "precision.first_bf16": 1,
+     "memory.save_layer_inputs": "e4m3_16", "model.tie_embeddings": True}, None),
+}  # fmt: skip
+SLOW = {
+  "a mesh, a head of its own, 16-bit masters, operands made once": (
+    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "global_batch": 24,
+     "model.tie_embeddings": False, "optim.master_format": "bf16_remainder",
+     "memory.weight_operands": "per_step"}, (2, 2, 2)),
+  "random bits, masks": (
+    {"precision.rules": (HEAD, ("layers/1/.*", "fp4_dge"), ("layers/.*", "nvfp4_sr")),
+     "seq_len": 128}, None),
+  "adapters": ({"precision.rules": (HEAD, ("layers/.*", "bf16")), "model.lora.rank": 4,
+                "model.lora.base": "bf16"}, None),
+  "unit scaling, a width of its own": (
+    {"precision.rules": (("head", "unit_head"), (".*", "unit_scaling")), "model.init_std": 1.0,
+     "model.unit_scaling": "all", "model.residual_tau": 0.36, "model.tie_embeddings": False,
+     "optim.grad_clip_norm": 0.0, "seq_len": 128}, None),
+}  # fmt: skip
+BOTH = [pytest.param(*case, id=name) for name, case in CASES.items()]
+BOTH += [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()]
+
+
+def spec_of(changes, shape=None):
+  return harness.tiny_spec(harness.tiny_config("bf16", **SMALL | changes), shape)
+
+
+def differentiated(spec):
+  """(compiled gradients of three microbatches, their arguments)."""
+  rng = np.random.default_rng(0)
+  shape = (spec.global_batch, spec.data.seq_len)
+  tokens = rng.integers(0, spec.model.vocab_size, (shape[0], shape[1] + 1)).astype(np.int32)
+  batch = {
+    "tokens_BL": tokens[:, :-1], "targets_BL": tokens[:, 1:],
+    "weights_BL": rng.integers(0, 2, shape).astype(np.float32),
+    "positions_BL": np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
+    "segments_BL": np.ones(shape, np.int32),
+  }  # fmt: skip
+  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
+  params = train_step.make_state(spec).params
+  if spec.model.lora:  # half of them begin as 0, and so do gradients then
+    params = harness.random_adapters(params)
+  take = jax.jit(functools.partial(gradients.gradients, spec))
+  arguments = params, spec.sites(), spread.place(batch)
+  return take.lower(*arguments), arguments
+
+
+@pytest.mark.parametrize("changes, shape", BOTH)
+def test_loss_sums_and_observations_are_those_of_autodiff_to_the_bit(changes, shape, monkeypatch):
+  spec = spec_of(changes, shape)
+  assert gradients.adds_in_place(spec)
+  program, arguments = differentiated(spec)
+  found = jax.device_get(program.compile()(*arguments))
+  monkeypatch.setattr(gradients, "adds_in_place", lambda spec: False)
+  program, arguments = differentiated(spec)
+  wanted = jax.device_get(program.compile()(*arguments))
+  assert jax.tree.structure(found) == jax.tree.structure(wanted)
+  assert all(np.any(g) for g in jax.tree.leaves(wanted[1]))
+  harness.assert_trees_equal(found, wanted)
+
+
+def test_gradients_of_all_layers_exist_once(monkeypatch):
+  """What XLA assigns falls by the stack that autodiff's gradients take, and by nothing else."""
+  spec = spec_of({"model.num_layers": 12, "global_batch": 3})
+  sizes = {}
+  for in_place in (True, False):
+    monkeypatch.setattr(gradients, "adds_in_place", lambda spec, is_on=in_place: is_on)
+    memory = differentiated(spec)[0].compile().memory_analysis()
+    sizes[in_place] = memory.temp_size_in_bytes
+  stack = 4 * 12 * (4 * 128 * 512 + 3 * 128 * 512)  # q, k, v, o; gate, up, down; float32
+  assert 0.9 * stack < sizes[False] - sizes[True] < 1.2 * stack
+
+
+WITHOUT = {
+  "one batch": {"grad_accum_steps": 1},
+  "outputs of linear layers saved": {"memory.remat_policy": "linears"},
+  "gradients in 16 bits": {"optim.grad_format": "bf16_sr"},
+  "a loss scale": {"loss_scale.kind": "dynamic", "precision.compute_dtype": "float16"},
+  "an invariant pass": {"precision.invariant": True, "global_batch": 3,
+                        "precision.rules": (HEAD, ("layers/.*", "fp8_dynamic"))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", WITHOUT.values(), ids=WITHOUT)
+def test_elsewhere_gradients_are_added_when_all_are_there(changes):
+  assert not gradients.adds_in_place(spec_of(changes))
