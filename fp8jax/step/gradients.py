@@ -75,19 +75,13 @@ def gradients(
     value, gradient, stats, aux = of_one(batch, 0, sites)
     return value, gradient, site_tree.by_name(sites, stats), aux
 
-  def in_place(batch, micro, sites, sums):
-    batch = distillation.taught(spec, params, batch, teacher)
-    value, aux, sums, stats = layer_loop.differentiate(
-      spec, params, sites, batch, total, _Sums(spec, params, parts, ahead), lambda _: sums, made
-    )
-    return value, sums, stats, aux
-
   def apart(batch, micro, sites, sums):
     value, gradient, stats, aux = of_one(batch, micro, sites)
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(spec.seed), step), micro)
     return value, gradients_lib.add(sums, gradient, key), stats, aux
 
   nothing = jax.tree.map(jnp.zeros_like, sinks)
+  in_place = _Sums(spec, params, parts, ahead, made, total, teacher)
   added = in_place if adds_in_place(spec) else apart
   value, gradient, stats, aux = _of_microbatches(spec, added, batch, sites, nothing)
   return value, _summed(spec, gradient, parts), site_tree.by_name(sites, stats), aux
@@ -128,9 +122,20 @@ def adds_in_place(spec: train_spec.TrainSpec) -> bool:
 class _Sums:
   """Adds gradients to sums like the differentiated values, in place (layer_loop.Consumer)."""
 
-  def __init__(self, spec: train_spec.TrainSpec, params, parts, ahead):
-    self._params, self._trees = params, (spec.leaves, parts, ahead)
+  def __init__(self, spec: train_spec.TrainSpec, params, parts, ahead, made, total, teacher):
+    self._spec, self._params, self._trees = spec, params, (spec.leaves, parts, ahead)
+    self._made, self._total, self._teacher = made, total, teacher
     self._places = None if spec.run.layout.mesh is None else _places(spec, parts)
+
+  def __call__(self, batch, micro, sites, sums):
+    """(loss, sums, observations, Aux) of a microbatch [B, L]."""
+    del micro
+    spec, params = self._spec, self._params
+    batch = distillation.taught(spec, params, batch, self._teacher)
+    value, aux, sums, stats = layer_loop.differentiate(
+      spec, params, sites, batch, self._total, self, lambda _: sums, self._made
+    )
+    return value, sums, stats, aux
 
   def sinks(self, params, part):
     leaves, parts, ahead = map(part, self._trees)
