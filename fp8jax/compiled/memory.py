@@ -193,7 +193,7 @@ def _by_shape(held: list[xla_buffers.Buffer], spec, params) -> dict[str, list[xl
     shape = tuple(int(n) for n in dims.split(",")) if dims else ()
     if sizes & set(shape) and len(_bulk(shape)) > 1:
       kind = workspace.VOCABULARY
-    elif _bulk(shape) in operands and dtype.startswith(("f8", "u8", "f4")):
+    elif _bulk(shape) in operands and dtype.startswith(("f8", "u8", "f4", "s8")):
       kind = workspace.ONCE
     elif _bulk(shape) in stacks:
       kind = workspace.GRADIENTS

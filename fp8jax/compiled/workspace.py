@@ -81,7 +81,8 @@ def _layer(spec) -> dict[str, int]:
     matrices -= made  # which are among what is saved
   is_gathered = any(spec.run.layout.size(spec.run.layout.weight_axes(c)) > 1 for c in "D")
   in_hand = 4 * sum(gemm.weight for gemm in gemms.values()) if is_gathered else 0
-  if is_gathered and not quantized_once.is_on(spec):
+  once = quantized_once.account(spec).names if quantized_once.is_on(spec) else ()
+  if is_gathered and not all(sites[gemm.name].name in once for gemm in first):
     in_hand += sum(g.weight for g in first) * (1 if is_quantized else size)
   head = 4 * d * _local(spec, "V")  # its gradient, whole
   if spec.optim.in_backward:

@@ -141,8 +141,8 @@ def weight_operand_problems(spec: Any) -> list[str]:
     return []
   name, why = next(iter(found[0].by_product.items()))
   return [
-    f"memory.weight_operands='per_step' with no weight that a step can quantize once: {name} is "
-    f"{why}, and so on; set memory.weight_operands='per_product', or another recipe"
+    f"memory.weight_operands='per_step' with no weight that a step can quantize once ({name}: "
+    f"{why}; and so on); set memory.weight_operands='per_product', or another recipe"
   ]
 
 

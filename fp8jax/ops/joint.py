@@ -26,7 +26,7 @@ def lent(ws: Sequence[Any], sites: Sequence[Any], stacked: int = 0) -> Sequence[
     sites: one per weight; one that is lent an amax is claimed here.
     stacked: 1 where both are stacks of layers: each layer has an amax.
   """
-  joint = [n for n, site in enumerate(sites) if _is_joint(site) and not _is_quantized(ws[n])]
+  joint = [n for n, site in enumerate(sites) if is_joint(site) and not _is_quantized(ws[n])]
   if len(joint) < 2:  # its own amax
     return sites
   amax = functools.reduce(jnp.maximum, (_amax(ws[n], stacked) for n in joint))
@@ -39,7 +39,8 @@ def lent(ws: Sequence[Any], sites: Sequence[Any], stacked: int = 0) -> Sequence[
   ]
 
 
-def _is_joint(site) -> bool:
+def is_joint(site) -> bool:
+  """Whether a weight of a site has a joint scale."""
   quants = [recipe.fwd.rhs for recipe in getattr(site, "options", ()) or (site.recipe,)]
   return any(quant is not None and quant.is_joint for quant in quants)
 

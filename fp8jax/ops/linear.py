@@ -54,7 +54,7 @@ from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role
 from fp8jax.ops.operands import Operand
 from fp8jax.ops.prologue import Prologue
 from fp8jax.ops.site import ScalingInputs
-from fp8jax.ops.stored_params import cotangent, gemm_operand, is_stored, parts_of, residual_view
+from fp8jax.ops.stored_params import backward_view, cotangent, gemm_operand, is_stored, parts_of
 from fp8jax.quantization import hadamard, tensor_stats
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.recipe.gemm import Recipe
@@ -189,7 +189,7 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
   return tuple(ys), Residuals(
     (x.compressed() if isinstance(x, Prologue) else x) if saves_x else None,
     x_wgrads,
-    tuple(map(residual_view, ws)),
+    tuple(map(backward_view, ws)),
     residuals_lib.named(tuple(observed), residuals_lib.NAME),
     inputs,
   )

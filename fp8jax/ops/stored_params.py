@@ -55,7 +55,7 @@ class WeightOperands:
   """A weight as the operands of its products, gathered and quantized (ops/weight_operands.py).
 
   Attributes:
-    fwd: [produced, contracted] of the forward product; None in residuals.
+    fwd: [produced, contracted] of the forward product; None in residuals of products.
     dgrad: [contracted, produced] of the data gradient.
     stats: float32 [S], what the weight's site observes of it.
     shape: of the weight.
@@ -133,13 +133,16 @@ def gemm_operand(w, takes_bf16: bool = False) -> Any:
 
 
 def residual_view(w):
-  """A parameter as a residual: without its placeholder, and what the forward product read."""
-  if not isinstance(w, Weight):
-    return w
-  stored = w.stored
-  if isinstance(stored, WeightOperands):
-    stored = dataclasses.replace(stored, fwd=None)
-  return dataclasses.replace(w, stored=stored, placeholder=None)
+  """A parameter as a residual: without its placeholder."""
+  return dataclasses.replace(w, placeholder=None) if isinstance(w, Weight) else w
+
+
+def backward_view(w):
+  """The `residual_view` of a product, whose backward pass reads no operand of the forward one."""
+  w = residual_view(w)
+  if isinstance(w, Weight) and isinstance(w.stored, WeightOperands):
+    return dataclasses.replace(w, stored=dataclasses.replace(w.stored, fwd=None))
+  return w
 
 
 def with_grad_placeholders(tree):

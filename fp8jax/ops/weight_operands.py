@@ -6,18 +6,20 @@ weight is the same all step long. Here it is quantized and gathered once, in bot
 every product multiplies these codes. The numbers are the same to the bit. Each device holds two
 bytes per parameter of these weights, and scales, until the step ends.
 
-A weight whose operand differs from one microbatch to the next, or that something else than its
-products reads, keeps `by product`, as the trainer's first lines say (`reason_against`).
+A weight of a layer whose operand differs from one microbatch to the next, or that something else
+than its products reads, stays "by product", as the trainer's first lines say (`reasons`). So do
+adapters and the head.
 """
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from fp8jax.ops import gemm_spec, linear, multiplied, observe, operands, straight
+from fp8jax.ops import gemm_spec, joint, linear, multiplied, observe, operands, straight
 from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.site import ScalingInputs, Site
 from fp8jax.ops.stored_params import WeightOperands
@@ -40,6 +42,28 @@ def reason_against(spec: GemmSpec, site) -> str | None:
   return None
 
 
+def reasons(
+  declared, ws: Mapping[str, Any], sites: Mapping[str, Any], tokens: Mapping[str, int], dtype
+) -> dict[str, str | None]:
+  """{name: `reason_against`} of the linear layers of a block; see of_block.
+
+  Weights with a joint scale are quantized together, or each by its product.
+  """
+  found: dict[str, str | None] = {}
+  for _, read in itertools.groupby(declared, lambda site: site.input):
+    of_input = {}
+    for site in read:
+      name = site.name
+      spec = of_layer(ws[name], sites[name], site.eqn, tokens, dtype)
+      of_input[name] = reason_against(spec, sites[name])
+    shared = [name for name in of_input if joint.is_joint(sites[name])]
+    if any(of_input[name] for name in shared):
+      why = "it shares a scale with a weight that is quantized by product"
+      of_input |= {name: of_input[name] or why for name in shared}
+    found |= of_input
+  return found
+
+
 def spec_of(w, site: Site, eqn: str, tokens: Mapping[str, int], dtype) -> GemmSpec:
   """The specification of a product with `tokens`, {letter: size}; w and site are not stacked."""
   of_x, _, of_w = eqn.partition("->")[0].partition(",")
@@ -60,17 +84,16 @@ def of_block(
     dtype: the compute dtype.
   """
   sites = jax.tree.map(lambda x: x, dict(sites))  # other marks: these products are none of a step's
+  against = reasons(declared, ws, sites, tokens, dtype)
+  declared = [site for site in declared if against[site.name] is None]
 
   def convert(ws, site, eqn):
     spec = of_layer(ws, site, eqn, tokens, dtype)
-    if reason_against(spec, site) is not None:
-      return None
     one = functools.partial(_made, eqn=eqn, tokens=dict(tokens), dtype=dtype)
     made = jax.lax.map(lambda both: one(*both), (ws, site))
     return jax.tree.map(functools.partial(_placed, site.layout), made, specs(spec, made.shape))
 
-  made = multiplied.of_block(declared, ws, sites, convert, stacked=1)
-  return {name: value for name, value in made.items() if value is not None}
+  return multiplied.of_block(declared, ws, sites, convert, stacked=1)
 
 
 def specs(spec: GemmSpec, shape: tuple[int, ...]) -> WeightOperands:

@@ -161,6 +161,9 @@ class _Sums:
 
   def named(self, gradient, stats, carry):
     del stats
+    if self._places is not None:
+      places = {k: self._places[k] for k in gradient}
+      gradient = jax.lax.with_sharding_constraint(gradient, places)
     sums = {k: jax.tree.map(jnp.add, carry[k], g) for k, g in gradient.items()}
     return {**carry, **sums}
 
@@ -217,8 +220,9 @@ def _is_own_sink(leaf, param, parts, ahead) -> bool:
 
 
 def _weight(leaf, param, sink, parts, ahead, *, step, micro, grad_autoscale):
-  if leaf.is_frozen:  # norms and biases are no GEMM's: arrays as they are
-    return param if leaf.master is None else stored_params.frozen(param)
+  if leaf.is_frozen:  # float32 is an array as it is, but for a weight with operands beside it
+    is_array = leaf.master is None and not ahead
+    return param if is_array else stored_params.frozen(param)
   if _is_own_sink(leaf, param, parts, ahead):
     return sink
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(leaf.seed + 2), step), micro)

@@ -72,8 +72,7 @@ def differentiate(
       consumer.paired(behind, sinks, _of_names(behind)),
       site_tree.with_taps(ends, taps),
     )
-    loss, sums = transformer.head_loss(x_BLD, weights, above, batch, cfg, run)
-    return unit_scaling.mean(loss, total, cfg), sums
+    return transformer.head_loss(x_BLD, weights, above, batch, cfg, run)
 
   sinks_of = lambda p: consumer.sinks(p, _of_names(p))  # noqa: E731
   x_BLD, pull_embed = jax.vjp(embed, sinks_of(emb), site_tree.taps(below))
@@ -81,15 +80,15 @@ def differentiate(
   loss, pull_finish, sums = jax.vjp(
     finish, x_BLD, sinks_of(behind), site_tree.taps(ends), has_aux=True
   )
-  g_BLD, g_behind, head_stats = pull_finish(jnp.ones_like(loss))
-  loss = sum((value / total for value in aux.losses.values()), start=loss)
+  loss = sum(aux.losses.values(), start=loss)
+  loss, pull_mean = jax.vjp(lambda loss: unit_scaling.mean(loss, total, cfg), loss)
+  (g_loss,) = pull_mean(jnp.ones_like(loss))
+  g_BLD, g_behind, head_stats = pull_finish(g_loss)
   g_head, carry = g_behind.pop("embed", None), begin(loss)
   carry = consumer.named(g_behind, [head_stats], carry)
   # Before any layer's turn: else the head's gradient would be alive during all of them.
   g_BLD, carry = jax.lax.optimization_barrier((g_BLD, carry))
-  g_BLD, carry, stats = _backward(
-    spec, g_BLD, 1 / total, consumer, carry, sites, inputs, batch, made
-  )
+  g_BLD, carry, stats = _backward(spec, g_BLD, g_loss, consumer, carry, sites, inputs, batch, made)
   g_rows, embed_stats = pull_embed(g_BLD)
   if g_head is not None:
     g_rows = {"embed": g_rows["embed"] + g_head}

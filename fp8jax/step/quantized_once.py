@@ -18,7 +18,6 @@ from fp8jax.models import transformer
 from fp8jax.models.mixer import GemmSite, Mixer
 from fp8jax.ops import stored_params, weight_operands
 from fp8jax.ops.gemm_spec import GemmSpec
-from fp8jax.ops.site import Site
 from fp8jax.quantization import scaled_matrix
 from fp8jax.recipe.quant import Quant
 
@@ -97,34 +96,33 @@ class Account:
 
   @property
   def nbytes(self) -> int:
-    """Of all operands, on one device."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.arrays)
+    """Of all operands, on one device; two of four bits fill a byte, which is so on GPUs."""
+    bits = (math.prod(x.shape) * jax.dtypes.itemsize_bits(x.dtype) for x in self.arrays)
+    return sum(bits) // 8
 
 
 def account(spec, phase: int = 0) -> Account:
-  """That of a phase of precision."""
+  """That of a phase of precision of a TrainSpec."""
   names, against, arrays = [], {}, []
-  for site, declared, w in _sites(spec, phase):
-    tokens = {"B": spec.microbatch, "L": spec.data.seq_len}
-    product = weight_operands.of_layer(w, site, declared.eqn, tokens, spec.run.dtype)
-    reason = weight_operands.reason_against(product, site)
-    if declared.has_channel_scales and spec.run.smooth_swiglu == "channel":
-      reason = "multiplied by channel scales first"
-    if reason is not None:
-      against[site.name] = reason
-      continue
-    names.append(site.name)
-    arrays += _arrays(product, len(site.layer_names))
-  return Account(tuple(names), against, tuple(arrays))
-
-
-def _sites(spec, phase: int) -> Iterator[tuple[Site, GemmSite, Any]]:
-  """(site, its declaration, the shape of its stack of weights) of all runs of layers."""
+  tokens = {"B": spec.microbatch, "L": spec.data.seq_len}
   params = params_lib.abstract(spec.declaration, spec.model.dims, spec.run.layout)
-  for of_run in spec.sites(phase=phase)["layers"]:
-    for mixer in transformer.mixers(spec.model):
-      for declared in mixer.sites:
-        yield of_run[mixer.key][declared.name], declared, params["layers"][mixer.key][declared.name]
+  mixers = transformer.mixers(spec.model)
+  for of_run, mixer in (
+    (run, mixer) for run in spec.sites(phase=phase)["layers"] for mixer in mixers
+  ):
+    ws, sites, once = params["layers"][mixer.key], of_run[mixer.key], _declared(spec, mixer)
+    why = {site.name: "multiplied by channel scales first" for site in mixer.sites}
+    why |= weight_operands.reasons(once, ws, sites, tokens, spec.run.dtype)
+    for declared in mixer.sites:
+      name = declared.name
+      site, reason = sites[name], why[name]
+      if reason is not None:
+        against[site.name] = reason
+        continue
+      names.append(site.name)
+      product = weight_operands.of_layer(ws[name], site, declared.eqn, tokens, spec.run.dtype)
+      arrays += _arrays(product, len(site.layer_names))
+  return Account(tuple(names), against, tuple(arrays))
 
 
 def _arrays(product: GemmSpec, count: int) -> Iterator[jax.ShapeDtypeStruct]:

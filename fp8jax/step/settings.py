@@ -201,8 +201,8 @@ class Memory:
     choices=residuals.QUANTS, affects=RESULT, mapped=True)
   weight_operands: str = key("per_product", 'How often the quantized weights of layers are made: '
     '"per_product" by each product that multiplies them, in each microbatch; "per_step" once, '
-    "gathered, in both orientations: the same numbers for about 2 bytes per parameter on each "
-    "device.", choices=model_config.WEIGHT_OPERANDS, mapped=True)
+    "gathered, in both orientations: the same codes and scales for about 2 bytes per parameter on "
+    "each device.", choices=model_config.WEIGHT_OPERANDS, mapped=True)
   loss_chunk: int = key(256, "positions per chunk of the cross-entropy", least=1, mapped=True)
   gpu_fraction: float = key(0.0, "Share of a GPU's memory that JAX takes at its start "
     "(XLA_PYTHON_CLIENT_MEM_FRACTION, which the environment may set instead); 0 leaves JAX's own, "

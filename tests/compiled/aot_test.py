@@ -114,8 +114,8 @@ def test_gradients_travel_once_a_step_over_data_and_with_eight_in_flight_beside_
     # Of 30.5 GB of float32 in four shards a ring of two receives as much once; over fsdp 16 times.
     assert moved["data"][0] < 8e9
     assert moved["fsdp"][0] == pytest.approx(339.4e9, rel=0.01)
-  assert one["fsdp"][1] < 1e-3 * one["fsdp"][0]  # norms may have a place
-  assert eight["fsdp"][1] > 0.6 * eight["fsdp"][0]
+  assert one["fsdp"][1] > 0.5 * one["fsdp"][0]
+  assert eight["fsdp"][1] > 0.7 * eight["fsdp"][0]
   assert eight["memory"] < 1.02 * one["memory"]
 
 

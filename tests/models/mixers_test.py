@@ -146,7 +146,10 @@ def _want():
 @pytest.mark.parametrize(
   "changes, tolerance",
   [
-    pytest.param({"grad_accum_steps": 2}, 2e-5, id="microbatches"),
+    pytest.param(
+      {"grad_accum_steps": 2, "memory.remat_policy": "full"}, 2e-5, id="microbatches, in place"
+    ),
+    pytest.param({"grad_accum_steps": 2}, 2e-5, id="microbatches", marks=pytest.mark.slow),
     pytest.param(LAYERWISE, 2e-5, id="layerwise", marks=pytest.mark.slow),
     pytest.param(
       {"memory.remat_policy": "full", "memory.save_layer_inputs": "bf16"}, 2e-2,
@@ -165,9 +168,10 @@ def test_aux_adds_up_exactly_over_layers_and_microbatches(changes, tolerance):
 
 
 @pytest.mark.slow
-def test_aux_losses_are_differentiated():
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_aux_losses_are_differentiated(remat):
   params, _, gradient = _want()
-  runner = _runner(grad_accum_steps=2)
+  runner = _runner(**{"grad_accum_steps": 2, "memory.remat_policy": remat})
   found = jax.jit(functools.partial(train_step.gradients, runner.spec))(
     params, runner.sites, runner.spread.place(_host())
   )[1]

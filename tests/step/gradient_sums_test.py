@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fp8jax.data import batch_sharding
+from fp8jax.quantization import tensor_stats
 from fp8jax.step import gradients, train_step
 
 SMALL = {
@@ -16,6 +17,8 @@ SMALL = {
   "optim.warmup_steps": 0,
 }  # fmt: skip
 HEAD = ("head", "bf16")
+# By the length of windows: loud steps compile three times as long.
+STATISTICS = {64: tensor_stats.QUIET, 128: tensor_stats.QUIET, 32: tensor_stats.LOUD}
 CASES = {
   "two runs of layers, tied, compressed inputs": (
     {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "precision.first_bf16": 1,
@@ -26,6 +29,8 @@ SLOW = {
     {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "global_batch": 24,
      "model.tie_embeddings": False, "optim.master_format": "bf16_remainder",
      "memory.weight_operands": "per_step"}, (2, 2, 2)),
+  "every statistic": (
+    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "seq_len": 32}, None),
   "random bits, masks": (
     {"precision.rules": (HEAD, ("layers/1/.*", "fp4_dge"), ("layers/.*", "nvfp4_sr")),
      "seq_len": 128}, None),
@@ -60,7 +65,8 @@ def differentiated(spec):
   if spec.model.lora:  # half of them begin as 0, and so do gradients then
     params = harness.random_adapters(params)
   take = jax.jit(functools.partial(gradients.gradients, spec))
-  arguments = params, spec.sites(), spread.place(batch)
+  sites = spec.sites(statistics=STATISTICS[spec.flat["seq_len"]])
+  arguments = params, sites, spread.place(batch)
   return take.lower(*arguments), arguments
 
 

@@ -1,16 +1,22 @@
 """Weights quantized once per step: the numbers of a step that quantizes them in each product."""
 
+import dataclasses
 import functools
+import operator
 
 import harness
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fp8jax.compiled import collectives, workspace
 from fp8jax.data import batch_sharding
 from fp8jax.errors import ConfigError
-from fp8jax.ops import scaling, stored_params
+from fp8jax.models import mixer
+from fp8jax.ops import dots, scaling, site, stored_params, weight_operands
+from fp8jax.quantization import tensor_stats
+from fp8jax.recipe import rules
 from fp8jax.run import start
 from fp8jax.step import gradients, quantized_once, train_step
 
@@ -20,6 +26,8 @@ SMALL = {
   "grad_accum_steps": 2, "kernels.matmul": "reference", "optim.warmup_steps": 0,
 }  # fmt: skip
 HEAD = ("head", "bf16")
+# By the length of windows: loud steps compile three times as long.
+STATISTICS = {64: tensor_stats.QUIET, 128: tensor_stats.QUIET, 32: tensor_stats.LOUD}
 MIXED = {
   "precision.rules": (HEAD, ("layers/1/attn/.*", "nvfp4"), ("layers/.*/down", "mxfp8"),
                       ("layers/.*", "tensor_current")),
@@ -32,7 +40,19 @@ CASES = {
      "optim.master_format": "bf16_remainder", "memory.remat_policy": "full"}, (2, 2, 1)),
 }  # fmt: skip
 SLOW = {
-  "a layer in BF16 and one of three recipes, joint scales": (MIXED, (2, 2, 1)),
+  "a layer in BF16 and one of three recipes": (MIXED, (2, 2, 1)),
+  "compressed inputs of layers, gradients in 16 bits": (
+    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "optim.grad_format": "bf16_sr",
+     "memory.remat_policy": "full", "memory.save_layer_inputs": "e4m3_16"}, None),
+  "every statistic": (
+    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "precision.first_bf16": 1,
+     "seq_len": 32, "memory.remat_policy": "full"}, (2, 1, 1)),
+  "adapters beside float32": (
+    {"precision.rules": (HEAD, ("layers/.*", "block_128")), "model.lora.rank": 4,
+     "model.lora.base": "float32", "memory.remat_policy": "full"}, None),
+  "adapters beside codes": (
+    {"precision.rules": (HEAD, ("layers/.*", "block_128")), "model.lora.rank": 4,
+     "model.lora.base": "block_fp8"}, None),
   "histories, heads over devices, layers recomputed": (
     {"precision.rules": (HEAD, ("layers/.*", "tensor_delayed")), "memory.remat_policy": "full"},
     (2, 2, 2)),
@@ -82,7 +102,8 @@ def test_gradients_are_the_same_to_the_bit(changes, shape):
   for form in ("per_step", "per_product"):
     spec = spec_of(changes, shape, form)
     spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
-    state, batch, sites = train_step.make_state(spec), spread.place(batch_of(spec)), spec.sites()
+    state, batch = train_step.make_state(spec), spread.place(batch_of(spec))
+    sites = spec.sites(statistics=STATISTICS[spec.flat["seq_len"]])
     if sites["layers"][0]["attn"]["q"].recipe.is_stateful:
       state = train_step.calibrate(spec, state, batch, 0)
       sites = scaling.with_states(sites, state.scaling_states)
@@ -133,7 +154,9 @@ def test_the_account_is_of_the_arrays_that_are_made():
     lambda p, s, b: quantized_once.of_layers(spec, p, s, b), state.params, sites, batch
   )
   weights = jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, stored_params.WeightOperands))
-  whole = sum(x.size * x.dtype.itemsize for w in weights for x in jax.tree.leaves((w.fwd, w.dgrad)))
+  bits = {"float8_e4m3fn": 8, "float4_e2m1fn": 4, "float32": 32}
+  arrays = jax.tree.leaves([(w.fwd, w.dgrad) for w in weights])
+  whole = sum(x.size * bits[str(x.dtype)] for x in arrays) // 8
   arrays = quantized_once.account(spec).arrays
   assert len(weights) == len(quantized_once.account(spec).names) == 7
   # Heads and the MLP lie on two devices along `tensor`; the scales of whole rows on both.
@@ -143,7 +166,7 @@ def test_the_account_is_of_the_arrays_that_are_made():
 
 REFUSED = {
   "no weight": ({"precision.rules": ((".*", "bf16"),)},
-                "layers/attn/q is not quantized in both of its products, and so on; set memory."),
+                "(layers/attn/q: not quantized in both of its products; and so on); set memory."),
   "layers that move": (
     {"optim.in_backward": True, "optim.grad_clip_norm": 0.0, "grad_accum_steps": 1,
      "memory.remat_policy": "full", "precision.rules": (HEAD, ("layers/.*", "block_128"))},
@@ -160,6 +183,38 @@ def test_refusals(changes, said):
   with pytest.raises(ConfigError, match="memory.weight_operands") as e:
     spec_of(changes, None)
   assert said in str(e.value)
+
+
+@pytest.mark.parametrize("other, why", [("nvfp4", None), ("nvfp4_ste", "shares a scale with")])
+def test_weights_of_one_input_share_a_scale_or_none_is_made_ahead(rng, other, why):
+  """Two products of x with the larger amax of both weights, as by product; or both by product."""
+  ws = {"gate": rng.standard_normal((2, 64, 32), np.float32),
+        "up": 3 * rng.standard_normal((2, 64, 32), np.float32)}  # fmt: skip
+  recipes = {"gate": rules.recipe_by_name("nvfp4"), "up": rules.recipe_by_name(other)}
+  share = lambda q, tensor: dataclasses.replace(q, is_joint=tensor == "w")  # noqa: E731
+  backends = ("reference",) * 3
+  sites = {
+    name: site.fresh(recipe.map_quants(share), name, (0, 2), backends=backends)
+    for name, recipe in recipes.items()
+  }
+  eqn = "BLD,DF->BLF"
+  declared = [mixer.GemmSite(name, eqn, "x") for name in ws]
+  made = weight_operands.of_block(declared, ws, sites, {"B": 1, "L": 32}, jnp.float32)
+  if why:
+    against = weight_operands.reasons(declared, ws, sites, {"B": 1, "L": 32}, jnp.float32)
+    assert made == {} and why in against["gate"] and "both of its products" in against["up"]
+    return
+  x = rng.standard_normal((1, 32, 64), np.float32)
+  for layer in range(2):
+    of_this = functools.partial(jax.tree.map, operator.itemgetter(layer))
+    own, of_layer = of_this((ws, sites))
+    quiet = [dataclasses.replace(s, tap=np.asarray(s.tap)) for s in of_layer.values()]
+    wanted = dots.dots((eqn, eqn), x, tuple(own.values()), quiet)
+    ahead = of_this(tuple(made[name] for name in ws))
+    frozen = [stored_params.Weight(w, None, None, is_frozen=True) for w in ahead]
+    harness.assert_trees_equal(dots.dots((eqn, eqn), x, frozen, quiet), wanted)
+  alone = dots.dot(eqn, x, own["gate"], quiet[0])
+  assert np.any(alone != wanted[0])  # by its own, smaller amax
 
 
 def test_a_weight_in_operands_is_read_by_its_products_alone():

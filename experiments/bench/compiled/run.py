@@ -4,17 +4,18 @@ command: python experiments/bench/compiled/run.py [--target h200:8] [ARM ...]   
 
 Needs the CUDA wheels and no GPU (make test-aot installs them). An arm is configs/cpt_7b.py with
 some keys changed; each is compiled with two and with four layers, and a layer is half of what the
-second program has more: its forward and backward pass in every microbatch, and its update. Counted
-are the instructions of the compiled program as often as loops run them, not what a GPU does:
+second program has more: per microbatch what the loop over microbatches runs, the rest once per
+step: its update, and its weights where they are quantized once. Counted are the instructions of the
+compiled program as often as loops run them, not what a GPU does:
 
-  launches   instructions that start a kernel: fusions, products, kernels of ours, copies
+  launches   instructions that start a kernel: fusions, products, kernels of ours, copies;
+             quantizations are those of our quantizer's kernels
   bytes      read and written in memory by them: of a fusion that reads a slice of an array, or
              writes one in place, the slice. Caches may save some
   moved      received from other devices (fp8jax/compiled/collectives.py)
 """
 
 import argparse
-import collections
 import json
 import math
 import os
@@ -38,9 +39,10 @@ from fp8jax.jobs import table  # noqa: E402
 from fp8jax.run import provenance  # noqa: E402
 
 LAYERS = (2, 4)
-_SHORT = {"seq_len": 8192, "grad_accum_steps": 4, "global_batch": 4, "mesh.fsdp": 1}
+# No other loop runs five times.
+_SHORT = {"seq_len": 8192, "grad_accum_steps": 5, "global_batch": 5, "mesh.fsdp": 1}
 _ONCE = {"memory.weight_operands": "per_step"}
-# Of h200:1 8,192 tokens in each of four microbatches; of h200:8 the configuration as it is.
+# Of h200:1 8,192 tokens in each of five microbatches; of h200:8 the configuration as it is.
 ARMS = {
   "bf16": ("bf16", {}),
   "block_128_pow2": ("", {}),
@@ -64,23 +66,30 @@ def nbytes(shape: str) -> int:
 
 
 def executed(
-  program: hlo.Program, name: str = "", times: int = 1
-) -> Iterator[tuple[hlo.Instruction, dict[str, hlo.Instruction], int]]:
-  """(instruction that starts a kernel, its computation, executions)."""
+  program: hlo.Program, microbatches: int, name: str = "", times: int = 1, is_micro: bool = False
+) -> Iterator[tuple[hlo.Instruction, dict[str, hlo.Instruction], int, bool]]:
+  """(instruction that starts a kernel, its computation, executions, whether a microbatch runs it)"""
   here = program.computations[name or program.entry]
   for i in here.values():
     if i.opcode in ("while", "call", "conditional"):
-      own = times * (program.trips(i) if i.opcode == "while" else 1)
+      trips = program.trips(i) if i.opcode == "while" else 1
+      inside = is_micro or trips == microbatches
       for callee in i.called:
-        yield from executed(program, callee, own)
+        yield from executed(program, microbatches, callee, times * trips, inside)
     elif i.opcode not in _FREE and not i.opcode.endswith("-done"):
-      yield i, here, times
+      yield i, here, times, is_micro
+
+
+def is_collective(program: hlo.Program, i: hlo.Instruction) -> bool:
+  """Whether an instruction moves arrays between devices, itself or in what it starts."""
+  inside = program.computations[i.called[0]].values() if i.opcode == "async-start" else [i]
+  return any(one.opcode.removesuffix("-start") in collectives.RECEIVED for one in inside)
 
 
 def traffic(program: hlo.Program, i: hlo.Instruction, here) -> int:
   """Bytes of memory that an instruction reads and writes; 0 of a collective."""
   kind = i.opcode.removesuffix("-start")
-  if kind in collectives.RECEIVED:
+  if is_collective(program, i):
     return 0
   operands = [here[o].shape for o in i.operands if o in here]
   if kind in _READS:
@@ -90,28 +99,41 @@ def traffic(program: hlo.Program, i: hlo.Instruction, here) -> int:
   if kind == "copy" and kind != i.opcode:  # the shape is of the source, the copy and a word
     return 2 * sum(map(nbytes, operands))
   if kind != "fusion":
-    return sum(map(nbytes, operands)) + nbytes(i.shape)
+    target, result = i.attribute(r'custom_call_target="([^"]*)"'), i.shape
+    if target.startswith("__cublas"):  # the second result is its workspace
+      result = result.removeprefix("(").partition(", s8[")[0]
+    return sum(map(nbytes, operands)) + nbytes(result)
   return _of_fusion(program.computations[i.called[0]])
 
 
 def _of_fusion(inside: dict[str, hlo.Instruction]) -> int:
   *_, root = inside.values()
   roots = [inside[o] for o in root.operands] if root.opcode == "tuple" else [root]
-  total, in_place = 0, set()
+  total, in_place, updates = 0, set(), set()
   for one in roots:
     while one.opcode in ("bitcast", "copy") and one.operands[0] in inside:
       one = inside[one.operands[0]]
     if one.opcode == "dynamic-update-slice":
       in_place.add(_source(inside, one.operands[0]))
+      updates.add(one.name)
       total += nbytes(inside[one.operands[1]].shape)
     else:
       total += nbytes(one.shape)
   for i in inside.values():
-    if i.opcode == "parameter" and i.name not in in_place:
-      users = [u for u in inside.values() if i.name in u.operands]
-      sliced = users and all(u.opcode in _READS and u.operands[0] == i.name for u in users)
+    if i.opcode == "parameter":
+      users = [u for u in _users(inside, i.name) if not (i.name in in_place and u.name in updates)]
+      sliced = all(u.opcode in _READS for u in users)
       total += sum(nbytes(u.shape) for u in users) if sliced else nbytes(i.shape)
   return total
+
+
+def _users(inside, name: str) -> list[hlo.Instruction]:
+  """The instructions that read an array, also behind bitcasts of it."""
+  found = []
+  for user in inside.values():
+    if name in user.operands:
+      found += _users(inside, user.name) if user.opcode == "bitcast" else [user]
+  return found
 
 
 def _source(inside, name: str) -> str:
@@ -123,7 +145,7 @@ def _source(inside, name: str) -> str:
 
 def kind_of(program: hlo.Program, i: hlo.Instruction) -> str:
   """What an instruction is for, by the scope that it was traced in."""
-  if i.opcode.removesuffix("-start") in collectives.RECEIVED:
+  if is_collective(program, i):
     return "collective"
   if program.computes_products(i):
     return "product"
@@ -133,14 +155,20 @@ def kind_of(program: hlo.Program, i: hlo.Instruction) -> str:
   return "other"
 
 
-def count(text: str) -> dict[str, dict[str, int]]:
-  """{kind: {"launches", "bytes"}} of a compiled program."""
-  program, total = hlo.Program(text), collections.defaultdict(lambda: {"launches": 0, "bytes": 0})
-  for i, here, times in executed(program):
-    row = total[kind_of(program, i)]
+NOTHING = {"launches": 0, "bytes": 0, "quantizations": 0}
+
+
+def count(text: str, microbatches: int) -> dict[str, dict[str, dict[str, float]]]:
+  """{"microbatch" or "step": {kind: {"launches", "bytes", "quantizations"}}} of a program."""
+  program, total = hlo.Program(text), {"microbatch": {}, "step": {}}
+  for i, here, times, is_micro in executed(program, microbatches):
+    of_kind, kind = total["microbatch" if is_micro else "step"], kind_of(program, i)
+    row = of_kind.setdefault(kind, dict(NOTHING))
+    times /= microbatches if is_micro else 1
     row["launches"] += times
     row["bytes"] += times * traffic(program, i, here)
-  return dict(total)
+    row["quantizations"] += times * (kind == "quantize" and i.opcode == "custom-call")
+  return total
 
 
 def compiled(arm: str, target: str, layers: int):
@@ -154,35 +182,34 @@ def compiled(arm: str, target: str, layers: int):
 
 
 def measure(arm: str, target: str) -> dict:
-  """A layer's launches and bytes per microbatch, and what the whole model would have."""
+  """What a layer takes, {"microbatch", "step"}, and what it moves between devices."""
   counts, moved = [], []
   for layers in LAYERS:
     text, spec = compiled(arm, target, layers)
-    counts.append(count(text))
+    counts.append(count(text, spec.grad_accum_steps))
     mesh = spec.run.layout.mesh
     rows = collectives.account(text, dict(mesh.shape)) if mesh is not None else []
     moved.append({
       kind: [sum(getattr(r, name) for r in rows if r.kind == kind) for name in ("nbytes", "beside")]
       for kind in {r.kind for r in rows}
     })  # fmt: skip
-  few, many = counts
-  more, micro = LAYERS[1] - LAYERS[0], spec.grad_accum_steps
-  kinds = sorted({*few, *many})
-  nothing = {"launches": 0, "bytes": 0}
-  layer = {
-    kind: {
-      name: (many.get(kind, nothing)[name] - few.get(kind, nothing)[name]) / more / micro
-      for name in nothing
-    }
-    for kind in kinds
-  }
+  more = LAYERS[1] - LAYERS[0]
+
+  def of_layer(when: str, kind: str):
+    few, many = (one[when].get(kind, NOTHING) for one in counts)
+    return {name: (many[name] - few[name]) / more for name in NOTHING}
+
+  layer = {when: {kind: of_layer(when, kind) for kind in sorted(counts[1][when])}
+           for when in counts[1]}  # fmt: skip
+  sums = {when: {n: sum(of[n] for of in kinds.values()) for n in NOTHING}
+          for when, kinds in layer.items()}  # fmt: skip
   return {
-    "layer_per_microbatch": layer,
-    "moved_by_a_layer_per_step": {
+    "of_layer": sums, "of_layer_by_kind": layer,
+    "moved_by_layer": {
       kind: [(b - a) / more for a, b in zip(moved[0].get(kind, (0, 0)), both, strict=True)]
       for kind, both in moved[1].items()
     },
-    "microbatches": micro, "tokens": spec.tokens_per_device,
+    "microbatches": spec.grad_accum_steps, "tokens": spec.tokens_per_device,
     "commit": provenance.provenance(dict(spec.flat), "", spec.seed, spec.num_devices)["commit"],
   }  # fmt: skip
 
@@ -202,7 +229,7 @@ def main():
     found["arms"][arm] = measure(arm, asked.target)
     path.parent.mkdir(exist_ok=True)
     records.write_atomic(str(path), records.to_json(found, indent=1) + "\n")
-    print(arm, json.dumps(found["arms"][arm]["layer_per_microbatch"]), flush=True)
+    print(arm, json.dumps(found["arms"][arm]["of_layer"]), flush=True)
 
 
 if __name__ == "__main__":
