@@ -68,7 +68,7 @@ def nbytes(shape: str) -> int:
 def executed(
   program: hlo.Program, microbatches: int, name: str = "", times: int = 1, is_micro: bool = False
 ) -> Iterator[tuple[hlo.Instruction, dict[str, hlo.Instruction], int, bool]]:
-  """(instruction that starts a kernel, its computation, executions, whether a microbatch runs it)"""
+  """(instruction that starts a kernel, its computation, executions, if of a microbatch)"""
   here = program.computations[name or program.entry]
   for i in here.values():
     if i.opcode in ("while", "call", "conditional"):
