@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import pathlib
+import shutil
 import statistics
 import sys
 
@@ -194,6 +195,9 @@ def main():
     if result is not None:
       RESULTS.mkdir(exist_ok=True)
       records.write_atomic(str(path), records.to_json({"arm": arm, **result}, indent=1) + "\n")
+      shutil.rmtree(
+        root / arm / "checkpoints", ignore_errors=True
+      )  # 1.4 GB, all read
   print(table(_results()))
 
 

@@ -344,9 +344,9 @@ def compiler_options(device: Device, in_flight: int = 1) -> dict[str, Any] | Non
   time for its other readers; 0.12 does not.
 
   Args:
-    in_flight: collectives that the schedule may have under way. With one, gathers take the places
-      beside products and no reduce-scatter of an FP8 step has one. Above 1 XLA no longer carries
-      a layer's reduce-scatters into the next layer's pass either.
+    in_flight: collectives that the schedule may have under way. With one, gathers and
+      reduce-scatters share the places beside products. Above 1 XLA no longer carries a layer's
+      reduce-scatters into the next layer's pass either.
   """
   if device.platform != "gpu":
     return None

@@ -289,8 +289,8 @@ class Mesh:
   tensor: int = key(1, "shards of heads, feed-forward and vocabulary")
   collectives_in_flight: int = key(1, "On several GPUs, collectives that XLA's schedule may have "
     "under way beside products; above 1 a layer's gradients are also spread in its own pass. "
-    "Of 1, 2, 4 and 8 the last puts most beside products, 2 nothing. Experimental in XLA, and run "
-    "by us on no GPU. Nothing elsewhere.", least=1)
+    "8 puts more bytes beside products than 1 (experiments/guide/meshes.md). Experimental in XLA, "
+    "and run by us on no GPU. Nothing elsewhere.", least=1)
 
 
 @section("sharding", EXECUTION, mapped=True)
