@@ -3,7 +3,7 @@
 A product quantizes its weight, and under FSDP gathers it, whenever it is multiplied: in the forward
 pass, in the one that is computed again, in the backward pass, and that in each microbatch. The
 weight is the same all step long. Here it is quantized and gathered once, in both orientations, and
-every product multiplies these codes. The numbers are the same to the bit. Each device holds two
+every product multiplies these codes. The operands are the same to the bit. Each device holds two
 bytes per parameter of these weights, and scales, until the step ends.
 
 A weight of a layer whose operand differs from one microbatch to the next, or that something else

@@ -37,6 +37,9 @@ _STEP = ("step/train_step", "step/loss_scale", "jobs/recipe_schedule", "step/lay
 TESTS = {
   "fp8jax/step/train_step.py": (*_STEP, "step/invariance", "optim/masters"),
   "fp8jax/step/layerwise.py": ("step/layerwise", "compiled/memory"),
+  "fp8jax/step/layer_loop.py": ("step/layerwise", "step/gradient_sums"),
+  "fp8jax/step/quantized_once.py": ("step/quantized_once",),
+  "fp8jax/ops/weight_operands.py": ("step/quantized_once",),
   "fp8jax/optim/update.py": (
     "optim/update",
     "step/train_step",
