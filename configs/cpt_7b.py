@@ -9,8 +9,8 @@ command:   put Qwen/Qwen2.5-7B in assets/Qwen2.5-7B and a corpus in corpus/*.jso
            then on the GPUs
            python launch.py --config=configs/cpt_7b.py
 hardware:  8 x H200 (compiled for them without a GPU, not yet run); more: see meshes
-expected:  42.1 GiB per GPU (--job=memory at commit b865bd46); 12,096 FP8 GEMMs per step and GPU, all
-           of them proven in the compiled program (make test-aot); loss and speed: not yet measured
+expected:  42.1 GiB per GPU (--job=memory at commit b865bd46); 12,096 FP8 GEMMs per step and GPU,
+           all of them proven in the compiled program (make test-aot); loss and speed: not measured
 meshes:    128 sequences per step, one per GPU in flight: --config.grad_accum_steps=A
            --config.eval.batch=E
              8 GPUs: A=16 E=8     mesh 2 x 4    (the defaults)
