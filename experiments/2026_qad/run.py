@@ -195,9 +195,7 @@ def main():
     if result is not None:
       RESULTS.mkdir(exist_ok=True)
       records.write_atomic(str(path), records.to_json({"arm": arm, **result}, indent=1) + "\n")
-      shutil.rmtree(
-        root / arm / "checkpoints", ignore_errors=True
-      )  # 1.4 GB, all read
+      shutil.rmtree(root / arm / "checkpoints", ignore_errors=True)  # 1.4 GB, all read
   print(table(_results()))
 
 
