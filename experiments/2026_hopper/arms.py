@@ -2,7 +2,9 @@
 
 what:      arms "7b,RECIPE": all of Qwen2.5-7B as configs/cpt_7b_1gpu.py trains it, from random
            weights, for its speed and its memory; "7b_adamw,RECIPE": the same with AdamW in our
-           kernel instead of XLA's. Other arms: SmolLM2-135M continued on the Python
+           kernel instead of XLA's; "7b_micro,RECIPE": that with four microbatches, whose gradients
+           add up in float32, on an H200; "7b_once,RECIPE": that with weights quantized once per
+           step. Other arms: SmolLM2-135M continued on the Python
            manual and the Brown corpus, 128 steps of 8,192 tokens, in
              bf16             the baseline, computed in BF16
              bf16_one_ulp     the null arm: the baseline from weights one float32 ulp larger
@@ -21,21 +23,28 @@ from configs import base, cpt_7b_1gpu
 DATA = "assets/infir2_data"
 BASELINE, NULL, BLOCK, SMALL = "bf16", "bf16_one_ulp", "block_128", "block_128_8bit"
 ARMS = (BASELINE, NULL, BLOCK, SMALL)
+_OURS = {"kernels.optimizer": "mosaic_sm90"}
+_MICRO = _OURS | {"grad_accum_steps": 4, "global_batch": 4, "optim.grad_format": "float32"}
+SEVEN_BILLION = {
+  "7b": {"kernels.optimizer": "xla"}, "7b_adamw": _OURS, "7b_micro": _MICRO,
+  "7b_once": _MICRO | {"memory.weight_operands": "per_step"},
+}  # fmt: skip
 
 
 def get_config(arm=BASELINE):
   kind, _, recipe = arm.partition(",")
-  if kind in ("7b", "7b_adamw"):
-    return _seven_billion(recipe, "mosaic_sm90" if kind == "7b_adamw" else "xla")
+  if kind in SEVEN_BILLION:
+    c = _seven_billion(recipe)
+    c.update_from_flattened_dict(SEVEN_BILLION[kind])
+    return c
   if arm not in ARMS:
-    expected = ", ".join(("7b,RECIPE", "7b_adamw,RECIPE", *ARMS))
+    expected = ", ".join((*(f"{kind},RECIPE" for kind in SEVEN_BILLION), *ARMS))
     raise ValueError(f"unknown arm {arm!r}; expected one of {expected}")
   return _continued(arm)
 
 
-def _seven_billion(recipe: str, optimizer: str):
+def _seven_billion(recipe: str):
   c = cpt_7b_1gpu.get_config(recipe)
-  c.kernels.optimizer = optimizer
   c.init.hf = ""
   c.data.tokenizer, c.data.sources = "bytes", {"main": base.source("pydoc")}
   c.eval.tokens = c.seq_len
