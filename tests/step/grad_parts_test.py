@@ -83,7 +83,14 @@ def large(spec) -> int:
   return sum(n for path, n in sizes.items() if "norm" not in path)
 
 
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+SLOW = ("unit scaling", "masked", "adapters")
+BOTH = [
+  pytest.param(changes, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+  for name, changes in CASES.items()
+]
+
+
+@pytest.mark.parametrize("changes", BOTH)
 def test_gradients_are_those_of_one_device(changes):
   # Products cut over `tensor` sum in another order, which FP8 amplifies.
   mesh = (2, 2, 2) if changes["precision.rules"] == PLAIN["precision.rules"] else SHAPE
