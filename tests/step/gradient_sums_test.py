@@ -29,6 +29,9 @@ SLOW = {
     {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "global_batch": 24,
      "model.tie_embeddings": False, "optim.master_format": "bf16_remainder",
      "memory.weight_operands": "per_step"}, (2, 2, 2)),
+  "wires of 16 bits, compressed inputs, on a mesh": (
+    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "global_batch": 24,
+     "optim.grad_wire": "bf16", "memory.save_layer_inputs": "bf16"}, (2, 2, 1)),
   "every statistic": (
     {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "seq_len": 32}, None),
   "random bits, masks": (
