@@ -92,6 +92,24 @@ def host_batches():
   return found
 
 
+def uneven_batch(spec):
+  """A step's batch of random tokens, of which half weigh nothing, so that devices differ."""
+  rng, shape = np.random.default_rng(0), (spec.global_batch, spec.data.seq_len)
+  tokens = rng.integers(0, spec.model.vocab_size, (shape[0], shape[1] + 1)).astype(np.int32)
+  return {
+    "tokens_BL": tokens[:, :-1], "targets_BL": tokens[:, 1:],
+    "weights_BL": rng.integers(0, 2, shape).astype(np.float32),
+    "positions_BL": np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
+    "segments_BL": np.ones(shape, np.int32),
+  }  # fmt: skip
+
+
+def placed_uneven_batch(spec):
+  """`uneven_batch` in microbatches, on the devices of the spec's mesh."""
+  sizes = (spec.microbatch, spec.grad_accum_steps)
+  return batch_sharding.BatchSharder(spec.run.layout, *sizes).place(uneven_batch(spec))
+
+
 @dataclasses.dataclass
 class Runner:
   """A compiled step and the means to feed it."""

@@ -386,7 +386,7 @@ def quantize_now(spec: GemmSpec, role: Role, t, inputs: ScalingInputs):
     return t
 
   def local(t, inputs):
-    # Data and scale are kept, which are fewer bytes than the values.
+    # Codes and scales take fewer bytes than the values.
     return dataclasses.replace(operand(spec, role, t, inputs).value.in_one_piece(), values=None)
 
   is_weight = role.tensor == "w"

@@ -9,7 +9,6 @@ import pytest
 
 from fp8jax import params as params_lib
 from fp8jax.compiled import collectives
-from fp8jax.data import batch_sharding
 from fp8jax.kernels import choose
 from fp8jax.run import start
 from fp8jax.step import gradients, train_step
@@ -57,21 +56,11 @@ def test_collectives_in_flight_reach_the_compiler_of_a_step_on_a_gpu(monkeypatch
 
 def differentiated(spec):
   """(compiled program of the gradients, its arguments)."""
-  rng = np.random.default_rng(0)
-  shape = (spec.global_batch, spec.data.seq_len)
-  tokens = rng.integers(0, spec.model.vocab_size, (shape[0], shape[1] + 1)).astype(np.int32)
-  batch = {
-    "tokens_BL": tokens[:, :-1], "targets_BL": tokens[:, 1:],
-    "weights_BL": rng.integers(0, 2, shape).astype(np.float32),  # uneven among devices
-    "positions_BL": np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
-    "segments_BL": np.ones(shape, np.int32),
-  }  # fmt: skip
-  sharder = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
   params = train_step.make_state(spec).params
   if spec.model.lora:  # half of them begin as 0, and so do gradients then
     params = harness.random_adapters(params)
   take = jax.jit(functools.partial(gradients.gradients, spec))
-  arguments = params, spec.sites(), sharder.place(batch)
+  arguments = params, spec.sites(), harness.placed_uneven_batch(spec)
   return take.lower(*arguments).compile(), arguments
 
 

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from fp8jax.data import batch_sharding
 from fp8jax.quantization import tensor_stats
 from fp8jax.step import gradients, train_step
 
@@ -37,8 +36,9 @@ SLOW = {
   "random bits, masks": (
     {"precision.rules": (HEAD, ("layers/1/.*", "fp4_dge"), ("layers/.*", "nvfp4_sr")),
      "seq_len": 128}, None),
-  "adapters": ({"precision.rules": (HEAD, ("layers/.*", "bf16")), "model.lora.rank": 4,
-                "model.lora.base": "bf16"}, None),
+  "adapters on a mesh": (
+    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "model.lora.rank": 4,
+     "model.lora.base": "bf16", "global_batch": 24}, (2, 2, 1)),
   "unit scaling, a width of its own": (
     {"precision.rules": (("head", "unit_head"), (".*", "unit_scaling")), "model.init_std": 1.0,
      "model.unit_scaling": "all", "model.residual_tau": 0.36, "model.tie_embeddings": False,
@@ -54,22 +54,12 @@ def spec_of(changes, shape=None):
 
 def differentiated(spec):
   """(compiled gradients of three microbatches, their arguments)."""
-  rng = np.random.default_rng(0)
-  shape = (spec.global_batch, spec.data.seq_len)
-  tokens = rng.integers(0, spec.model.vocab_size, (shape[0], shape[1] + 1)).astype(np.int32)
-  batch = {
-    "tokens_BL": tokens[:, :-1], "targets_BL": tokens[:, 1:],
-    "weights_BL": rng.integers(0, 2, shape).astype(np.float32),
-    "positions_BL": np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
-    "segments_BL": np.ones(shape, np.int32),
-  }  # fmt: skip
-  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
   params = train_step.make_state(spec).params
   if spec.model.lora:  # half of them begin as 0, and so do gradients then
     params = harness.random_adapters(params)
   take = jax.jit(functools.partial(gradients.gradients, spec))
   sites = spec.sites(statistics=STATISTICS[spec.flat["seq_len"]])
-  arguments = params, sites, spread.place(batch)
+  arguments = params, sites, harness.placed_uneven_batch(spec)
   return take.lower(*arguments), arguments
 
 

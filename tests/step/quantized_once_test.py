@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from fp8jax.compiled import collectives, workspace
-from fp8jax.data import batch_sharding
 from fp8jax.errors import ConfigError
 from fp8jax.models import mixer
 from fp8jax.ops import dots, scaling, site, stored_params, weight_operands
@@ -83,26 +82,13 @@ def spec_of(changes, shape, form="per_step"):
   return harness.tiny_spec(harness.tiny_config("bf16", **changes), shape)
 
 
-def batch_of(spec):
-  rng = np.random.default_rng(0)
-  shape = (spec.global_batch, spec.data.seq_len)
-  tokens = rng.integers(0, spec.model.vocab_size, (shape[0], shape[1] + 1)).astype(np.int32)
-  return {
-    "tokens_BL": tokens[:, :-1], "targets_BL": tokens[:, 1:],
-    "weights_BL": rng.integers(0, 2, shape).astype(np.float32),
-    "positions_BL": np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
-    "segments_BL": np.ones(shape, np.int32),
-  }  # fmt: skip
-
-
 @pytest.mark.parametrize("changes, shape", BOTH)
 def test_gradients_are_the_same_to_the_bit(changes, shape):
   """Loss, gradients, and what sites observe."""
   found = {}
   for form in ("per_step", "per_product"):
     spec = spec_of(changes, shape, form)
-    spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
-    state, batch = train_step.make_state(spec), spread.place(batch_of(spec))
+    state, batch = train_step.make_state(spec), harness.placed_uneven_batch(spec)
     sites = spec.sites(statistics=STATISTICS[spec.flat["seq_len"]])
     if sites["layers"][0]["attn"]["q"].recipe.is_stateful:
       state = train_step.calibrate(spec, state, batch, 0)
@@ -219,8 +205,7 @@ def test_weights_of_one_input_share_a_scale_or_none_is_made_ahead(rng, other, wh
 
 def test_a_weight_in_operands_is_read_by_its_products_alone():
   made = stored_params.WeightOperands(None, None, None, (3, 4))
-  for w in (made, stored_params.Weight(made, None, None)):
+  weight = stored_params.Weight(made, None, None)
+  for read in (stored_params.value, stored_params.compute_copy):
     with pytest.raises(TypeError, match=r"a weight \(3, 4\) that is quantized once per step"):
-      stored_params.value({"w": w}) if isinstance(w, stored_params.Weight) else (
-        stored_params.compute_copy(w)
-      )
+      read(weight)
