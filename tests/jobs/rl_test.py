@@ -17,7 +17,7 @@ from fp8jax.run import nonfinite, preemption
 REWARD = "def third(item, output):\n  return len(output.encode()) % 3 + int(item.answer)\n"
 RL = {
   "rl.max_new_tokens": 5, "rl.prompts": 4, "rl.samples": 2, "rl.updates_per_rollout": 2,
-  "rl.temperature": 0.8, "grad_accum_steps": 2,
+  "rl.temperature": 0.8, "grad_accum_steps": 2, "memory.remat_policy": "full",
   "global_batch": 4, "seq_len": 32, "generate.max_length": 32, "generate.slots": 8,
   "optim.peak_lr": 0.01, "steps": 4, "eval.tokens": 0, "log.tensor_stats_every": 0, "rl.kl": 0.0,
 }  # fmt: skip
