@@ -12,6 +12,9 @@ that a server computes. --steps ends training early, to measure its time: nothin
   gptq   GPTQ's codes, of a folder that --job=quantize writes to DIR/gptq-RECIPE
   qat    trained on the text through the rounding; qad: trained towards the unquantized model. From
          GPTQ's codes; with 20 steps, and as released_qad, from the released weights
+
+Static scales of activations are those of a --job=calibrate of the released weights, over eight
+batches of training text: DIR/calibrated-RECIPE.json.
 """
 
 import argparse
@@ -73,6 +76,8 @@ def trial(arm: str, root: pathlib.Path) -> tuple[str, dict]:
     changes["init.hf"] = str(gptq(recipe, root))
   method = method.removeprefix("released_") if method in METHODS else "qat"
   kind = "short-" * (recipe in config.SHORT)
+  if recipe in config.STATIC:
+    changes["precision.calibration"] = str(calibrated(recipe, root))
   return f"{CONFIG}:{kind}{method}-{recipe}", changes
 
 
@@ -86,10 +91,18 @@ def gptq(recipe: str, root: pathlib.Path) -> pathlib.Path:
   return folder
 
 
-def evaluate(
-  arm: str, root: pathlib.Path, folder: str = "", workdir: str = ""
-) -> tuple[dict, dict]:  # fmt: skip
-  """({source: {"loss", "kl", "tokens"}}, origin) of a folder's weights, or of a run's last ones.
+def calibrated(recipe: str, root: pathlib.Path) -> pathlib.Path:
+  """The table of static scales; written where there is none."""
+  path = root / f"calibrated-{recipe}.json"
+  if not path.exists():
+    c = named.load(f"{CONFIG}:short-qat-{recipe}", {"init.hf": "", "weights.hf": config.MODEL})
+    dispatch.call("calibrate", c, base.get_config(), str(root), out=str(path))
+  return path
+
+
+def evaluate(arm: str, root: pathlib.Path, folder: str = "") -> tuple[dict, dict]:
+  """({source: {"loss", "kl", "tokens"}}, origin) of a folder's weights, or of a run's last ones;
+  of an arm without a run the released ones.
 
   A folder of another than the released weights holds codes already: it is read in BF16.
   """
@@ -100,11 +113,13 @@ def evaluate(
     own["eval.precisions"] = ("bf16",)
   spec = resolve.resolve(named.load(name, changes | own), 1, choose.current_device())
   teacher = start.teacher(spec, console_lib.console())
-  if workdir:
-    params, *_ = restore.restore_params(spec, workdir)
+  if folder:
+    params, _ = hf_weights.load_params(folder, spec.model, spec.run.layout)
+    states = {}
   else:
-    params, _ = hf_weights.load_params(folder or spec.init.hf, spec.model, spec.run.layout)
-  found = evaluator.Evaluator(spec, teacher).run(params, {})
+    loaded = restore.load_trained(spec, str(root / arm))
+    params, states = loaded.params, loaded.states
+  found = evaluator.Evaluator(spec, teacher).run(params, states)
   heldout = {source: next(iter(by.values())) for source, by in found.items()}
   print_ = loader.fingerprint(spec.data)
   return heldout, provenance.provenance(dict(spec.flat), print_, spec.seed, 1)
@@ -129,7 +144,7 @@ def measure(arm: str, root: pathlib.Path, steps: int) -> dict | None:
   if steps:
     print(f"{arm}: seconds of the steps after the first {seconds}")
     return None
-  heldout, _ = evaluate(arm, root, workdir=str(root / arm))
+  heldout, _ = evaluate(arm, root)
   curves = {k: done.curves[k] for k in ("loss", "distill/kl") if k in done.curves}
   return {
     "heldout": heldout, "step_seconds": statistics.median(seconds),
