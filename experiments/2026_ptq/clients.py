@@ -1,11 +1,13 @@
-"""SmolLM2-135M in every served format, read by transformers: does it compute what fp8jax says?
+"""SmolLM2-135M in every served format, read by a client: does it compute what fp8jax says?
 
 what:      of every served format KL of transformers' logits of the folder against ours of the same
            folder, weights alone and as served, beside the noise floor and against the source
-           and errors of its products of quantized activations, by what their rounding costs
-command:   python experiments/2026_ptq/clients.py DIR PYTHON   (resumes; the table of README)
-           python experiments/2026_ptq/clients.py DIR          (the table of what is there)
-           PYTHON has torch, transformers, accelerate and compressed-tensors
+           and errors of its products of quantized activations, by what their rounding costs;
+           with "vllm" of vLLM's, as it serves the folder, and by what it multiplies the matrices
+command:   python experiments/2026_ptq/clients.py DIR PYTHON        (resumes; the table of README)
+           python experiments/2026_ptq/clients.py DIR PYTHON vllm   (the same of vLLM)
+           python experiments/2026_ptq/clients.py DIR               (the tables of what is there)
+           PYTHON has torch, transformers, accelerate and compressed-tensors, or vllm
 needs:     assets/smollm2-135m (make run)
 hardware:  two CPU cores, 6 GB; about a minute an arm
 
@@ -24,6 +26,7 @@ import tensors
 
 from configs import base
 from fp8jax import records
+from fp8jax.errors import UserError
 from fp8jax.jobs import dispatch
 from fp8jax.recipe.served import SERVED
 from fp8jax.run import provenance
@@ -35,35 +38,60 @@ REST = {"w4a16": "w4a16_g64", "w4afp8": "w4afp8_g64"}
 ARMS = tuple(name for name in SERVED if name != "fp8_block")
 
 
-def one(target: pathlib.Path, recipe: str, python: str) -> dict:
+def one(target: pathlib.Path, recipe: str, python: str, client: str) -> dict:
   c = smollm2.config(recipe, "")
   if recipe in REST:
     c.precision.rules = (("layers/.*/mlp/down", recipe), ("layers/.*", REST[recipe]),
                          ("head", "bf16"))  # fmt: skip
-  c.export.client_python = python
+  c.export.client_python, c.export.client = python, client
   out = target / "folders" / recipe
   shutil.rmtree(out, ignore_errors=True)
-  made = dispatch.call("quantize", c, base.get_config(), str(target / "work"), out=str(out))
-  shutil.rmtree(out)
-  return {"recipe": recipe, "gate": made["gate"], "quantized": made["fp8_matrices"],
-          "provenance": provenance.provenance({}, "assets named in the script", 0)}  # fmt: skip
+  found: dict = {"recipe": recipe}
+  try:
+    made = dispatch.call("quantize", c, base.get_config(), str(target / "work"), out=str(out))
+    found |= {"gate": made["gate"], "quantized": made["fp8_matrices"]}
+    shutil.rmtree(out)
+  except UserError as e:  # the server has no kernel here, and says so
+    if client != "vllm":
+      raise
+    found["error"] = str(e).partition(": ")[2]
+  return found | {"provenance": provenance.provenance({}, "assets named in the script", 0)}
 
 
-def main(target: pathlib.Path, python: str = ""):
-  paths = [target / f"{recipe}.json" for recipe in ARMS]
-  for recipe, path in zip(ARMS, paths, strict=True):
-    if python and not path.exists():
-      target.mkdir(parents=True, exist_ok=True)
-      records.write_atomic(str(path), records.to_json(one(target, recipe, python)))
-  rows = [json.loads(path.read_text()) for path in paths if path.exists()]
-  (HERE / "clients.json").write_text(records.to_json(rows) + "\n")
-  head = ["format", "matrices", "KL of the weights", "at most", "products", "KL as served",
-          "at most",
-          "KL from the source, fp8jax", "transformers"]  # fmt: skip
-  tensors.write_table(HERE, tensors.markdown(head, [cells(row) for row in rows]), "clients")
+HEADS = {
+  "transformers": ["format", "matrices", "KL of the weights", "at most", "products",
+                   "KL as served", "at most", "KL from the source, fp8jax", "transformers"],
+  "vllm": ["format", "multiplied by", "KL", "at most", "KL from the source, fp8jax", "vLLM"],
+}  # fmt: skip
 
 
-def cells(row: dict) -> list[str]:
+def main(target: pathlib.Path, python: str = "", asked: str = "transformers"):
+  for client, file, cells in (
+    ("transformers", "clients", transformers_cells), ("vllm", "vllm", vllm_cells)
+  ):  # fmt: skip
+    paths = [target / f"{'vllm-' * (client == 'vllm')}{recipe}.json" for recipe in ARMS]
+    for recipe, path in zip(ARMS, paths, strict=True):
+      if python and client == asked and not path.exists():
+        target.mkdir(parents=True, exist_ok=True)
+        records.write_atomic(str(path), records.to_json(one(target, recipe, python, client)))
+    if rows := [json.loads(path.read_text()) for path in paths if path.exists()]:
+      (HERE / f"{file}.json").write_text(records.to_json(rows) + "\n")
+      table = tensors.markdown(HEADS[client], [cells(row) for row in rows])
+      tensors.write_table(HERE, table, file)
+
+
+def vllm_cells(row: dict) -> list[str]:
+  if "error" in row:
+    return [row["recipe"], row["error"], *[""] * 4]
+  gate, fidelity = row["gate"], row["gate"]["fidelity"]
+  of = "served_" if "served_kl" in fidelity else ""
+  by = "; ".join(f"`{k}`: {v}" for k, v in gate["vllm"].items() if k.endswith(("Method", "Kernel")))
+  return [row["recipe"], by, f"{fidelity[of + 'kl']:.1e}", f"{fidelity[of + 'bound']:.1e}",
+          f"{gate.get('served', gate['fp8jax'])['kl']:.3f}",
+          f"{gate['vllm']['kl']:.3f}"]  # fmt: skip
+
+
+def transformers_cells(row: dict) -> list[str]:
   gate, fidelity = row["gate"], row["gate"]["fidelity"]
   ours = gate.get("served", gate["fp8jax"])
   shown = [f"{fidelity[k]:.1e}" if k in fidelity else "" for k in

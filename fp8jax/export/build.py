@@ -226,7 +226,8 @@ def build(
     _wait("the export's files")
     gate.read_back(part, read, fp8)
     if spec.of(Export).client_python:
-      gate.client(part, versions, read, fp8)
+      ask = gate.server if spec.of(Export).client == "vllm" else gate.client
+      ask(part, versions, read, fp8)
     if rows and jax.process_index() == 0:
       cells = [list(cells) for cells in matrices.worst(rows)]
       shown = console_lib.table(_WORST, [*matrices.COLUMNS], cells)

@@ -46,6 +46,16 @@ def problems(c: Config) -> list[str]:
     "with torch and transformers, or '' for none",
   )
   problems.check(
+    e.client == "transformers" or bool(client),
+    f"export.client={e.client!r} reads the folder in an environment of its own: name its python as "
+    "export.client_python, or set export.client='transformers'",
+  )
+  problems.check(
+    e.client == "transformers" or e.format != "peft",
+    f"export.client={e.client!r} reads whole models, and export.format='peft' writes adapters; "
+    "take another export.format, which merges them, or set export.client='transformers'",
+  )
+  problems.check(
     not e.push_to or _REPOSITORY.fullmatch(e.push_to) is not None,
     f"export.push_to={e.push_to!r} must be a repository of the Hugging Face hub, ORG/NAME",
   )
@@ -79,6 +89,11 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
     spec.of(Export).format != "peft" or not spec.model.reward_head,
     "export.format='peft' writes adapters alone, and the reward head belongs to them; another "
     "export.format merges both",
+  )
+  problems.check(
+    spec.of(Export).client == "transformers" or not spec.model.reward_head,
+    f"export.client={spec.of(Export).client!r} compares logits of the next token, and a reward "
+    "model has none; set export.client='transformers'",
   )
   switches = any(isinstance(p, SwitchRecipe) for p in spec.precision.policy)
   last = spec.weights.step if spec.weights.step >= 0 else spec.steps

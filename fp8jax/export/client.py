@@ -1,4 +1,7 @@
-"""transformers in an interpreter of its own, as the second reader of an export, on the CPU."""
+"""transformers in an interpreter of its own, as the second reader of an export, on the CPU.
+
+Also what it has in common with vLLM's (vllm_client.py).
+"""
 
 import contextlib
 import json
@@ -13,7 +16,7 @@ from fp8jax.errors import UserError, one_line
 from fp8jax.export.settings import Export
 
 # Packages, with the one more that transformers asks for to read a format.
-_PACKAGES = {
+_TRANSFORMERS = {
   "hf-bf16": ("torch", "transformers"),
   "hf-fp8-block": ("torch", "transformers", "accelerate"),
   "peft": ("torch", "transformers", "peft"),
@@ -24,7 +27,9 @@ _PROBE = """
 import importlib, importlib.metadata, json, sys
 for name in sys.argv[1:]:
   importlib.import_module(name.replace("-", "_"))
-print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:]}))
+whose = importlib.metadata.packages_distributions()
+print(json.dumps({name: importlib.metadata.version(whose[name.replace("-", "_")][0])
+                  for name in sys.argv[1:]}))
 """
 _LOGITS = """
 import json, os, sys, tempfile
@@ -104,7 +109,7 @@ def probe(e: Export) -> dict[str, str]:
   client = e.client_python
   if not client:
     return {}
-  error, printed = _run(client, _PROBE, *_PACKAGES[e.format])
+  error, printed = run(client, _PROBE, *_packages(e))
   if error.startswith(_MISSING):
     raise UserError(f"export.client_python={client!r}: {error}; {_needs(e)}: install them there")
   versions = {}
@@ -137,18 +142,12 @@ def logits(
   with tempfile.TemporaryDirectory() as scratch:
     files = [os.path.join(scratch, name) for name in ("tokens.npy", "logits.npy", "x.npz")]
     np.save(files[0], tokens_BL)
-    error, printed = _run(e.client_python, _LOGITS, os.path.abspath(folder), *files, dtype)
+    error, printed = run(e.client_python, _LOGITS, os.path.abspath(folder), *files, dtype)
     with contextlib.suppress(OSError, ValueError):
       made = None if error else np.load(files[1])
       with np.load(files[2]) as kept:
         products = dict(kept)
-  if made is None or made.shape != shape:
-    why = error or f"it wrote no logits of shape {shape}, and printed {printed[-80:]!r}"
-    fix = f"; {_needs(e)}: install them there" if error.startswith(_MISSING) else ""
-    raise UserError(
-      f"export refused, nothing was written: the client {e.client_python!r} cannot read the "
-      f"folder: {why}{fix}"
-    )
+  made = checked(e, made, shape, error, printed)
   found = re.findall(r'{"quantized": (\d+)}', printed)
   if quantized and found and int(found[-1]) != quantized:
     raise UserError(
@@ -159,15 +158,38 @@ def logits(
   return made[0], made[1], products
 
 
+def checked(
+  e: Export, made: np.ndarray | None, shape: tuple[int, ...], error: str, printed: str
+) -> np.ndarray:
+  """The logits that a client's script wrote, None for nothing; refused unless they have this shape.
+
+  Args:
+    error, printed: see `run`.
+  """
+  if made is not None and made.shape == shape:
+    return made
+  why = error or f"it wrote no logits of shape {shape}, and printed {printed[-80:]!r}"
+  fix = f"; {_needs(e)}: install them there" if error.startswith(_MISSING) else ""
+  raise UserError(
+    f"export refused, nothing was written: the client {e.client_python!r} cannot read the "
+    f"folder: {why}{fix}"
+  )
+
+
+def _packages(e: Export) -> tuple[str, ...]:
+  return ("torch", "vllm") if e.client == "vllm" else _TRANSFORMERS[e.format]
+
+
 def _needs(e: Export) -> str:
-  return f"export.format={e.format!r} needs {', '.join(_PACKAGES[e.format])}"
+  what = f"export.format={e.format!r}" if e.client == "transformers" else "export.client='vllm'"
+  return f"{what} needs {', '.join(_packages(e))}"
 
 
 _MISSING = ("ModuleNotFoundError", "ImportError")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception)\b", re.M)
 
 
-def _run(client: str, script: str, *arguments: str) -> tuple[str, str]:
+def run(client: str, script: str, *arguments: str) -> tuple[str, str]:
   """(the error that a script ends in under this interpreter, "" for none; its stdout)."""
   try:
     command = [os.path.expanduser(client), "-c", script, *arguments]

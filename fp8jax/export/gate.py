@@ -11,6 +11,10 @@ the other way moves all that follow, and the KL is that of two roundings. It is 
 times the floor of that precision, or what the rounding of activations costs. In INT8 it also has
 the package's scale, the largest magnitude / 127.5, where servers and our pass divide by 127.
 
+vLLM (export.client) computes in bfloat16, as it serves, with quantized activations: its KL is at
+most FIDELITY times that of our own pass of the folder in bfloat16, logits too, against float32, or
+what the rounding of activations costs; and it tells of every matrix by what it was multiplied.
+
 Cost: how far is the folder from its source? The mean over tokens of KL(source || folder), in nats,
 with the bootstrap interval over windows, and the share of tokens whose most likely successor is the
 same; of the weights alone ("fp8jax") and with quantized activations ("served"). It is refused above
@@ -34,7 +38,7 @@ from fp8jax.evaluation import divergence
 from fp8jax.evaluation.divergence import Batch
 from fp8jax.export import client as client_lib
 from fp8jax.export import fp8 as fp8_lib
-from fp8jax.export import served_pass
+from fp8jax.export import served_pass, vllm_client
 from fp8jax.export.settings import Export
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import schemes
@@ -132,9 +136,7 @@ class Gate:
 
     Every process must call this; the client runs in the first.
     """
-    wide = dataclasses.replace(
-      self._spec, run=dataclasses.replace(self._spec.run, dtype=jnp.dtype(jnp.float32))
-    )
+    wide = _computing_in(jnp.float32, self._spec)
     params = served_pass.load_as_client(wide, folder, plan.matrices) if plan else read(folder)
     logits = self._forward(wide)
     ours = [params_lib.on_host(x) for x in logits(params)]
@@ -163,6 +165,40 @@ class Gate:
       if plan is not None and is_quantized and _schemes(plan):
         self._judge_products(products(kept, folder, plan.matrices))
 
+  def server(
+    self, folder: str, versions: dict[str, str], read: Callable[[str], Any],
+    plan: fp8_lib.Plan | None = None,
+  ):  # fmt: skip
+    """The same of the folder in vLLM, in bfloat16; refused where it computes another model.
+
+    Every process must call this; the client runs in the first.
+    """
+    wide, narrow = (_computing_in(d, self._spec) for d in (jnp.float32, jnp.bfloat16))
+    weights = params = read(folder)
+    served = served_in_16 = None
+    if plan is not None and served_pass.quantizes_inputs(plan):
+      served, served_in_16 = (served_pass.sites(spec, plan) for spec in (wide, narrow))
+      params = served_pass.load(wide, folder)
+    ours = [params_lib.on_host(x) for x in self._forward(wide, served)(params)]
+    in_16 = map(_in_16, self._forward(narrow, served_in_16)(params))
+    most = max(self._kl(ours, in_16), _LEAST)
+    if served is not None:
+      most = max(most, self._kl(self._forward(wide)(weights), ours))
+    if jax.process_index() == 0:
+      tokens_BL = np.concatenate([b.tokens_BL for b in self._batches])
+      matrices = plan.matrices.items() if plan else ()
+      parts, layers = vllm_client.logits(
+        self._spec.of(Export), folder, tokens_BL, ours[0].shape[-1],
+        {name: m.scheme.inputs is not None for name, m in matrices},
+      )  # fmt: skip
+      made = np.split(parts, len(self._batches))
+      self.report["vllm"] = self._row(self.source(), made) | versions | layers
+      del self.report["vllm"]["tokens"]
+      of = "" if served is None else "served_"
+      found, bounds = {f"{of}kl": self._kl(ours, made)}, {f"{of}bound": FIDELITY * most}
+      self.report["fidelity"] = found | bounds
+      self._judge_client(found, bounds)
+
   def _judge_products(self, ratios: Mapping[str, float]):
     name = max(ratios, key=lambda name: ratios[name] if ratios[name] >= 0 else math.inf)
     self.report["fidelity"] |= {"product": ratios[name], "product_of": name}
@@ -180,7 +216,8 @@ class Gate:
     ):  # fmt: skip
       if kl in found and not found[kl] <= bounds[bound]:
         raise UserError(
-          f"export refused, nothing was written: transformers computes another model from {what} "
+          f"export refused, nothing was written: {self._spec.of(Export).client} computes another "
+          f"model from {what} "
           f"than fp8jax reads in the folder: KL {found[kl]:.2e} nats per token, more than "
           f"{bounds[bound]:.2e}, {FIDELITY:g} times the noise floor; please report it with the "
           "versions of the client, or export without export.client_python and check the server"
@@ -222,6 +259,15 @@ class Gate:
         f"export.max_kl={most}; take a finer export.strategy or recipe, keep layers unquantized by "
         "precision.first_bf16 and last_bf16, or raise export.max_kl"
       )
+
+
+def _computing_in(dtype, spec: TrainSpec) -> TrainSpec:
+  return dataclasses.replace(spec, run=dataclasses.replace(spec.run, dtype=jnp.dtype(dtype)))
+
+
+def _in_16(logits_BLV: jax.Array) -> jax.Array:
+  """A server's head writes its logits in bfloat16."""
+  return logits_BLV.astype(jnp.bfloat16).astype(logits_BLV.dtype)
 
 
 def products(

@@ -36,8 +36,11 @@ class Export:
   gate_text: str = key("", 'text file to compare on; "": held-out documents')
   max_kl: float = key(0.1, "nats per token; a folder that differs more is not written")
   client_python: str = key("", "Python of an environment with torch, transformers and, by format, "
-    "accelerate or compressed-tensors, which then reads the folder too, on the CPU: "
+    'accelerate or compressed-tensors, or with vllm, which then reads the folder too: '
     '"torch-env/bin/python".')
+  client: str = key("transformers", 'Which reader export.client_python has: "transformers", on the '
+    'CPU and in float32, or "vllm", as it serves: on the device of that environment, in bfloat16.',
+    choices=("transformers", "vllm"))
   push_to: str = key("", "repository of the Hugging Face hub, ORG/NAME; made private if new")
   fold_smooth_batches: int = key(0, 'After training with precision.smooth_swiglu="channel": fold '
     "its scales, measured over so many held-out batches of every source, into up and down, for "
