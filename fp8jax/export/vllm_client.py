@@ -16,7 +16,7 @@ from fp8jax.errors import UserError
 from fp8jax.export import client
 from fp8jax.export.settings import Export
 
-# What starts the one line that the script prints for us.
+# Begins the one line that the script prints for us.
 _TOLD = "fp8jax: "
 # Logits are those that its log-probabilities are made of, kept where it computes them: as text they
 # would be a hundred bytes each. They are held against the log-probabilities that it returns.

@@ -1,12 +1,8 @@
 """--job=export in FP8: the gate, the client, what is refused, the model card and the upload."""
 
 import json
-import pathlib
 import re
 import resource
-import stat
-import sys
-import types
 
 import harness
 import huggingface_hub
@@ -16,223 +12,18 @@ import numpy as np
 import pytest
 import safetensors
 
-from configs import base, debug
-from fp8jax.config import resolve
 from fp8jax.data.chat import template
 from fp8jax.errors import UserError
 from fp8jax.evaluation import divergence
-from fp8jax.export import checks, served_pass
-from fp8jax.export import folder as export_folder
+from fp8jax.export import checks
 from fp8jax.export import fp8 as fp8_export
 from fp8jax.export import gate as export_gate
-from fp8jax.jobs import dispatch, table
-from fp8jax.kernels.choose import Device
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import names as hf_names
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.run import calibration, provenance, restore
 
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-  return harness.folder_of_blocks(tmp_path_factory.mktemp("source"))
-
-
-@pytest.fixture
-def export(source, tmp_path, monkeypatch, capsys):
-  """--job=export of the folder in this process: (exit code, stdout, stderr, target)."""
-  monkeypatch.setattr(jax, "device_count", lambda: 1)
-  target = tmp_path / "target"
-
-  def run(job="export", workdir=tmp_path / "run", out=target, **changes):
-    c = debug.get_config()
-    hf = {"model.preset": "hf", "init.hf": str(source), "weights.hf": str(source)}
-    small = {
-      "data.tokenizer": "bytes",
-      "seq_len": 128,
-      "eval.batch": 2,
-      "global_batch": 2,
-      "export.gate_tokens": 64,
-    }
-    c.update_from_flattened_dict(hf | small | changes)
-    capsys.readouterr()
-    options = {"out": str(out)} if job != "train" else {}
-    code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir), **options)
-    out, err = capsys.readouterr()
-    spec = None if code else resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS["export"].needs)
-    return types.SimpleNamespace(code=code, target=target, stdout=out, stderr=err, spec=spec)
-
-  return run
-
-
 FP8 = {"export.format": "hf-fp8-block"}
-
-
-def _script(path, text):
-  path.write_text(f"#!{sys.executable}\n{text}")
-  path.chmod(path.stat().st_mode | stat.S_IXUSR)
-  return str(path)
-
-
-# Answers as an interpreter with transformers would: the logits come from a file.
-CLIENT = """
-import json, shutil, sys
-_, flag, script, *arguments = sys.argv
-if "import_module" in script and "transformers" in arguments:
-  print(json.dumps({"transformers": "5"}))
-else:
-  shutil.copyfile("LOGITS", arguments[2])
-  shutil.copyfile("PRODUCTS", arguments[3])
-  print('{"quantized": FOUND}')
-"""
-
-
-SPOILT = {
-  "weights": "transformers computes another model from the weights than fp8jax reads in the folder",
-  "activations": "transformers computes another model from the activations than fp8jax reads",
-  "count": "has 13 quantized matrices, and the folder 14: it fell back to unquantized weights",
-}
-OF = "model.layers.1.mlp.down_proj"
-
-
-def _products(folder, rng, spoil: str) -> dict[str, np.ndarray]:
-  """Inputs and products of a folder's matrices, in float64; scales of tokens and of channels."""
-  dtypes = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F32": np.float32, "BF16": ml_dtypes.bfloat16}
-  tensors = {name: np.frombuffer(t["data"], dtypes[t["dtype"]]).reshape(t["shape"])
-             for name, t in safetensors.deserialize((folder / "model.safetensors").read_bytes())
-            }  # fmt: skip
-  kept = {}
-  for name in [n.removesuffix(".weight_scale") for n in tensors if n.endswith("weight_scale")]:
-    w, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
-    x = rng.normal(size=(16, w.shape[1])).astype(np.float32)
-    x[0] *= 1000  # as a first token's are
-    of = np.abs(x).max(-1, keepdims=True) / np.float32(448)
-    of = of * np.float32(1.01 if (spoil, name) == ("product", OF) else 1)
-    codes = np.clip(x / of, -448, 448).astype(ml_dtypes.float8_e4m3fn)
-    kept[f"{name}.x"] = x
-    rounded = codes.astype(np.float64) * of
-    if (spoil, name) == ("tokens", OF):  # that come after the first
-      rounded[1:] = x[1:]
-    kept[f"{name}.y"] = rounded @ (w.astype(np.float64) * scale).T
-  assert len(kept) == 28
-  return {k: v for k, v in kept.items() if (spoil, k) != ("silent", f"{OF}.x")}
-
-
-@pytest.mark.parametrize("spoil", ["", "product", "tokens", "silent"])
-def test_products_of_quantized_activations_are_the_clients(
-  export, rng, tmp_path, monkeypatch, spoil
-):
-  """A scale that is 1 % larger is refused, and activations that the client left as they are."""
-  files = {word: tmp_path / word.lower() for word in ("LOGITS", "PRODUCTS")}
-  client = export_gate.Gate.client
-
-  def watched(gate, folder, versions, read, plan):
-    ours = np.concatenate(
-      [*gate._logits(served_pass.load_as_client(gate._spec, folder, plan.matrices))]
-    )
-    for word, save in (
-      ("LOGITS", lambda f: np.save(f, np.stack([ours, ours]))),
-      ("PRODUCTS", lambda f: np.savez(f, **_products(pathlib.Path(folder), rng, spoil))),
-    ):  # fmt: skip
-      with files[word].open("wb") as f:
-        save(f)
-    return client(gate, folder, versions, read, plan)
-
-  monkeypatch.setattr(export_gate.Gate, "client", watched)
-  script = CLIENT.replace("FOUND", "14")
-  for word, path in files.items():
-    script = script.replace(word, str(path))
-  python = {"export.client_python": _script(tmp_path / "python", script)}
-  done = export(**{"export.format": "compressed-tensors"}, **python)
-  if spoil:
-    otherwise = f"transformers multiplies {OF}.weight otherwise than fp8jax"
-    said = {"product": otherwise, "tokens": otherwise,
-            "silent": f"transformers left the activations of {OF}.weight unquantized"}  # fmt: skip
-    assert done.code == 1 and not done.target.exists() and said[spoil] in done.stderr
-    return
-  assert done.code == 0, done.stderr
-  fidelity = json.loads(done.stdout)["gate"]["fidelity"]
-  assert fidelity["product"] < 0.01 and fidelity["product_of"].endswith("_proj.weight")
-
-
-@pytest.mark.parametrize("spoil", ["", *SPOILT])
-def test_export_writes_fp8_that_both_readers_pass_and_nothing_otherwise(
-  export, source, tmp_path, monkeypatch, spoil
-):
-  logits = tmp_path / "logits.npy"
-  client = export_gate.Gate.client
-
-  def watched(gate, folder, versions, read, plan):
-    params = served_pass.load_as_client(gate._spec, folder, plan.matrices)
-    ours = np.concatenate([*gate._logits(params)])
-    sign = np.where([spoil == "activations", spoil == "weights"], -1, 1)
-    np.save(logits, np.stack([ours * s for s in sign]))
-    return client(gate, folder, versions, read, plan)
-
-  monkeypatch.setattr(export_gate.Gate, "client", watched)
-  script = CLIENT.replace("FOUND", "13" if spoil == "count" else "14")
-  np.savez(products := tmp_path / "products.npz")
-  script = script.replace("LOGITS", str(logits)).replace("PRODUCTS", str(products))
-  form = {"export.format": "compressed-tensors"} if spoil == "count" else FP8
-  done = export(**form, **{"export.client_python": _script(tmp_path / "python", script)})
-  assert not (tmp_path / "target.part").exists()
-  if spoil:
-    assert done.code == 1 and not done.target.exists()
-    assert f"refused, nothing was written: {SPOILT[spoil]}" in done.stderr or spoil == "count"
-    assert SPOILT[spoil] in done.stderr, done.stderr
-    return
-  assert done.code == 0, done.stderr
-  result = json.loads(done.stdout)
-  gate = result.pop("gate")
-  assert gate["fidelity"]["kl"] == 0 < gate["fidelity"]["bound"] < 1e-9
-  assert gate["transformers"]["transformers"] == "5"
-  for reader in ("fp8jax", "served", "transformers"):
-    row = gate[reader]
-    assert 0 < row["low"] <= row["kl"] <= row["high"] < 0.05 < 0.6 < row["top1"]
-  # Activations of 4 significant bits cost something, and no more than their bound.
-  assert 0 < gate["fidelity"]["served_kl"] < gate["fidelity"]["served_bound"] < 0.1
-  assert gate["noise_floor"]["kl"] < 1e-6 < gate["fp8jax"]["kl"] < gate["fp8jax"]["dlogp"]
-  rows = json.loads((done.target / "fp8_matrices.json").read_text())["rows"]
-  _check_rows(rows, source, done.target)
-  matrices = 2 * (4 * 128 * 128 + 3 * 128 * 256)
-  share = matrices / (matrices + 5 * 128 + 512 * 128)
-  assert result == {
-    "folder": str(done.target), "hf": result["hf"], "dtype": "bfloat16", "format": "hf-fp8-block",
-    "strategy": "block", "scale_fmt": "float32", "fp8_share": share, "fp8_matrices": 14,
-    "codes_of_training": 0, "unquantized_matrices": 0, "matrices": "fp8_matrices.json",
-    "lowest_snr_db": min(r["snr_db"] for r in rows.values()),
-    "tensor_parallel": [1],  # of two heads, whose halves hold no whole tiles
-  }  # fmt: skip
-  assert f"{share:.1%} of the parameters in codes of e4m3 128x128 f32 (14 matrices)" in done.stderr
-  assert set(export_folder.files(str(done.target))) == {
-    "README.md", "config.json", "fp8_matrices.json", "model.safetensors", "tokenizer_config.json"
-  }  # fmt: skip
-  card = huggingface_hub.ModelCard.load(str(done.target / "README.md"))
-  assert card.data.library_name == "transformers" and "fp8" in card.data.tags
-  assert f"| FP8 | {share:.1%} of the parameters" in card.content
-  assert json.dumps(gate["fp8jax"]) in card.content
-  worst = min(rows, key=lambda name: rows[name]["snr_db"])
-  assert f"| {worst} | {rows[worst]['snr_db']:.1f} |" in card.content
-  assert f"{rows[worst]['snr_db']:.1f}" in done.stderr and "signal-to-noise" in done.stderr
-
-
-def _check_rows(rows, source, folder):
-  """SNR of every matrix in float64, of the files before and after."""
-  dtypes = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F32": np.float32, "BF16": ml_dtypes.bfloat16}
-  before, after = (
-    {
-      name: np.frombuffer(t["data"], dtypes[t["dtype"]]).reshape(t["shape"]).astype(np.float64)
-      for name, t in safetensors.deserialize((f / "model.safetensors").read_bytes())
-    }
-    for f in (source, folder)
-  )
-  names = [name for name in after if f"{name}_scale_inv" in after]
-  assert sorted(rows) == sorted(names) and len(names) == 14
-  for name in names:
-    back = after[name] * np.kron(after[f"{name}_scale_inv"], np.ones((128, 128)))
-    snr = 10 * np.log10((before[name] ** 2).sum() / ((before[name] - back) ** 2).sum())
-    assert rows[name]["snr_db"] == pytest.approx(snr, abs=1e-3) and 25 < snr < 40
-    assert not rows[name]["kept"] and rows[name]["scale_ratio"] is None
 
 
 def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
@@ -306,43 +97,6 @@ def test_the_templates_beside_a_tokenizer_are_exported(export, source):
   kept = template.ChatTemplate.load(str(done.target))
   assert (kept.text, kept.tool_use) == ("D{{ messages }}", "T{{ messages }}")
   assert not (done.target / template.FILE).exists()
-
-
-MISSING = "raise ModuleNotFoundError('No module named x')"
-RAISES = (
-  "import sys; sys.stderr.write('Traceback\\n  x\\nKeyError: \\'a\\'\\nand more'); sys.exit(1)"
-)
-NO_PYTHON = "is no working Python: "
-UNREADABLE = "export refused, nothing was written: the client "
-PROBED = "import json, sys\nif 'import_module' in sys.argv[2]: print('{\"torch\": \"2\"}')\nelse: "
-
-
-@pytest.mark.parametrize(
-  "script, said, is_install",
-  [
-    (MISSING, "ModuleNotFoundError: No module named x; export.format='hf-bf16'", True),
-    (RAISES, NO_PYTHON + "KeyError: 'a' and more; ", False),
-    ("", NO_PYTHON + "it printed '' in place of versions", False),  # as /bin/true
-    ("print([1])", NO_PYTHON + "it printed '[1]", False),
-    ("import os; os.kill(os.getpid(), 9)", NO_PYTHON + "ended by signal 9", False),
-    (PROBED + RAISES, "cannot read the folder: KeyError: 'a' and more", False),
-    (PROBED + "raise ImportError('Using `fp8` requires accelerate')",
-     "cannot read the folder: ImportError: Using `fp8` requires accelerate; ", True),
-    (PROBED + "print('done')", "cannot read the folder: it wrote no logits of shape (2, 2, 32, 51",
-     False),
-    (PROBED + "__import__('numpy').save(sys.argv[5], [1.0])", "it wrote no logits of shape", False),
-  ],
-)  # fmt: skip
-def test_a_client_that_fails_is_told_by_cause(
-  export, tmp_path, monkeypatch, script, said, is_install
-):
-  if not script.startswith(PROBED):
-    monkeypatch.setattr(hf_weights, "load_params", lambda *_: pytest.fail("the weights were read"))
-  done = export(**{"export.client_python": _script(tmp_path / "python", script)})
-  assert (done.code, done.stdout) == (1, "") and said in done.stderr, done.stderr
-  assert ("install them" in done.stderr) == is_install and "client_python=''" not in done.stderr
-  assert len(done.stderr.strip().splitlines()) == 1
-  assert not done.target.exists() and not done.target.with_name("target.part").exists()
 
 
 @pytest.mark.parametrize(
