@@ -207,6 +207,7 @@ PROBED = "import json, sys\nif 'import_module' in sys.argv[2]: print('{\"torch\"
     ("print([1])", NO_PYTHON + "it printed '[1]", False),
     ("import os; os.kill(os.getpid(), 9)", NO_PYTHON + "ended by signal 9", False),
     (PROBED + RAISES, "cannot read the folder: KeyError: 'a' and more", False),
+    (PROBED + RAISES.replace("KeyError", "[rank0]: KeyError"), "folder: KeyError: 'a' and", False),
     (PROBED + "raise ImportError('Using `fp8` requires accelerate')",
      "cannot read the folder: ImportError: Using `fp8` requires accelerate; ", True),
     (PROBED + "print('done')", "cannot read the folder: it wrote no logits of shape (2, 2, 32, 51",
