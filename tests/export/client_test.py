@@ -14,9 +14,9 @@ import pytest
 import safetensors
 
 from fp8jax.errors import UserError
-from fp8jax.export import served_pass, settings, vllm_client
 from fp8jax.export import folder as export_folder
 from fp8jax.export import gate as export_gate
+from fp8jax.export import served_pass, settings, vllm_client
 from fp8jax.models.hf import weights as hf_weights
 
 FP8 = {"export.format": "hf-fp8-block"}

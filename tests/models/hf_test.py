@@ -306,7 +306,14 @@ def test_dtype_of_a_folder_holds_all_of_its_weights(tmp_path, matrices, norms, w
 
 
 def test_import_takes_finite_values_whose_sum_overflows():
-  hf_weights._check_finite(np.full(4, 3e38, np.float32), "x")
+  for dtype, largest in (("float32", 3e38), ("bfloat16", 3e38), ("float16", 65504)):
+    value = np.full((2, 3), largest, hf_weights.DTYPES[dtype])
+    hf_weights._check_finite(value, "x")
+    for bad in (np.inf, -np.inf, np.nan):
+      value[1, 1] = bad
+      with pytest.raises(UserError, match="x has 1 of 6 values that are NaN or infinite"):
+        hf_weights._check_finite(value, "x")
+  hf_weights._check_finite(np.zeros((0, 4), np.float32), "x")
 
 
 def test_import_of_a_file_in_place_of_a_folder_is_refused(tmp_path):

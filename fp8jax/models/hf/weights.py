@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import glob
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -32,6 +33,7 @@ from fp8jax.recipe.quant import Quant
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_DTYPE_OF = schemes.DTYPES | {CODES[name]: dtype for name, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -113,17 +115,14 @@ class Folder:
 
   def read(self, name: str) -> np.ndarray:
     """A tensor as it is stored, of FP8 the codes."""
-    with self.open(name) as f:
-      code = f.get_slice(name).get_dtype()
-      # Safetensors' NumPy reader knows no FP8.
-      if not code.startswith("F8_"):
+    (shape, code), start = self.described[name], self._starts[name]
+    if start is None:
+      with self.open(name) as f:
         return f.get_tensor(name)
-    with open(os.path.join(self.folder, self.files[name]), "rb") as f:
-      (size,) = struct.unpack("<Q", f.read(8))  # of the header, which safetensors has checked
-      entry = json.loads(f.read(size))[name]
-      start, end = entry["data_offsets"]
-      f.seek(8 + size + start)
-      return np.frombuffer(f.read(end - start), schemes.DTYPES[code]).reshape(entry["shape"])
+    # Safetensors' NumPy reader knows no FP8, and takes a millisecond to open a file.
+    dtype, path = np.dtype(_DTYPE_OF[code]), os.path.join(self.folder, self.files[name])
+    data = np.fromfile(path, np.uint8, math.prod(shape) * dtype.itemsize, offset=start)
+    return data.view(dtype).reshape(shape)
 
   def scheme(self, weight: str) -> Scheme | None:
     """How a linear layer's weight, "X.weight", is stored; None: as numbers of 16 or 32 bits."""
@@ -150,6 +149,20 @@ class Folder:
       return self.read(name)
     of, codes = self._values, self.read_codes(name)
     return of(name, codes, scheme) if of else schemes.dequantize(codes, scheme.tile)
+
+  @functools.cached_property
+  def _starts(self) -> dict[str, int | None]:
+    """{name: offset in its file} of the tensors that NumPy can read; None for others."""
+    starts = {}
+    for file in sorted(set(self.files.values())):
+      with open(os.path.join(self.folder, file), "rb") as f:
+        (size,) = struct.unpack("<Q", f.read(8))  # of the header, which `described` has checked
+        header = json.loads(f.read(size))
+      for name, entry in header.items():
+        is_known = name != "__metadata__" and entry["dtype"] in _DTYPE_OF
+        if self.files.get(name, file) == file:
+          starts[name] = 8 + size + entry["data_offsets"][0] if is_known else None
+    return starts
 
   @functools.cached_property
   def described(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -281,15 +294,16 @@ def read_entries(
   """
   declared, flat = params.flatten(transformer.params(cfg)), {}
   for entry in entries:
-    made = (_read_codes if entry.name in in_codes else _read)(folder, entry, cfg.dims)
-    made = _place(made, layout.weight_sharding(entry.letters))
-    if entry.layer is not None:
-      sharding = layout.weight_sharding(declared[entry.path].letters)
-      stack = flat.get(entry.path)
-      if stack is None:
-        stack = _zeros(cfg.dims["N"], made, sharding)
-      made = _put(stack, made, entry.layer)  # donated: a layer at a time is set in place
-    flat[entry.path] = made
+    read = _read_codes if entry.name in in_codes else _read
+    made = _place(read(folder, entry, cfg.dims), layout.weight_sharding(entry.letters))
+    if entry.layer is None:
+      flat[entry.path] = _widened(made)
+      continue
+    sharding = layout.weight_sharding(declared[entry.path].letters)
+    stack = flat.get(entry.path)
+    if stack is None:
+      stack = _zeros(cfg.dims["N"], made, sharding)
+    flat[entry.path] = _put(stack, made, entry.layer)  # donated: a layer at a time is set in place
   return flat
 
 
@@ -316,7 +330,13 @@ def _is_base(quant: Quant) -> bool:
 @jax.jit(donate_argnums=0)
 def _put(stack, value, layer):
   at = lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, layer, 0)  # noqa: E731
-  return jax.tree.map(at, stack, value)
+  return jax.tree.map(at, stack, _widened(value))
+
+
+@jax.jit
+def _widened(value):
+  """Numbers in float32, codes as they are."""
+  return value if isinstance(value, StoredMatrix) else value.astype(jnp.float32)
 
 
 def _shardings(value, sharding):
@@ -326,7 +346,9 @@ def _shardings(value, sharding):
 
 def _zeros(layers: int, value, sharding):
   """A stack of so many layers like this value."""
-  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), value)
+  like = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), jax.eval_shape(_widened, value)
+  )
   return jax.tree.map(
     lambda x, at: jnp.zeros(x.shape, x.dtype, device=at), like, _shardings(like, sharding)
   )
@@ -343,10 +365,10 @@ def _place(value, sharding):
 
 
 def _read(folder: Folder, entry: Entry, dims) -> np.ndarray:
-  """One tensor in our order and dtype."""
-  value = _to_ours(folder.read_float(entry.name), entry, dims)
+  """One tensor in our order: a view of theirs in their dtype, which devices copy and widen."""
+  value = folder.read_float(entry.name)
   _check_finite(value, f"{folder.folder!r}: {entry.name}")
-  return value
+  return _to_ours(value, entry, dims)
 
 
 def _read_codes(folder: Folder, entry: Entry, dims) -> StoredMatrix:
@@ -365,22 +387,24 @@ def _read_codes(folder: Folder, entry: Entry, dims) -> StoredMatrix:
   return StoredMatrix(*arrays, entry.inputs or 0, quant)
 
 
+# Of NaN and infinities every bit of the exponent is 1.
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+
+
 def _check_finite(value: np.ndarray, what: str):
-  """Refuses NaN and infinities. The sum shows them in one reading; it may also overflow itself."""
-  with np.errstate(all="ignore"):
-    total = value.sum()
-  if np.isfinite(total):
+  """Refuses NaN and infinities; the bits tell them, several times as fast as isfinite."""
+  exponent = np.dtype(f"u{value.itemsize}").type(_EXPONENTS[value.dtype.name])
+  if (value.view(exponent.dtype) & exponent).max(initial=0) < exponent:
     return
   bad = value.size - np.count_nonzero(np.isfinite(value))
-  if bad:
-    raise UserError(
-      f"{what} has {bad} of {value.size} values that are NaN or infinite; fetch the file again, or "
-      "start from weights of an earlier checkpoint"
-    )
+  raise UserError(
+    f"{what} has {bad} of {value.size} values that are NaN or infinite; fetch the file again, or "
+    "start from weights of an earlier checkpoint"
+  )
 
 
 def _to_ours(tensor: np.ndarray, entry: Entry, dims) -> np.ndarray:
-  """Their order -> ours, float32, with zero rows for a padded vocabulary."""
+  """Their order -> ours, with zero rows for a padded vocabulary."""
   tensor = tensor.T if entry.inputs is not None else tensor
   if "V" in entry.letters:
     axis = entry.letters.index("V")
@@ -388,7 +412,7 @@ def _to_ours(tensor: np.ndarray, entry: Entry, dims) -> np.ndarray:
     padding[axis] = (0, dims["V"] - tensor.shape[axis])
     tensor = np.pad(tensor, padding)
   shape = tuple(dims[x] for x in entry.letters)
-  return np.ascontiguousarray(tensor.reshape(shape), np.float32)
+  return tensor.reshape(shape)
 
 
 def _check_tied(folder: Folder):
