@@ -24,7 +24,7 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-MODEL, ROUNDS, TOKENS = "assets/smollm2-135m", 3, 2_000_000
+MODEL, ROUNDS, TOKENS = "assets/smollm2-135m", 3, 2 * 1024 * 4096
 STARTS = {
   "--help": ["--help"],
   "--job=doctor": ["--job=doctor"],
@@ -170,7 +170,7 @@ def folders() -> dict:
 
 
 def loader() -> dict:
-  """2 million tokens in windows of 4,096: read, tokenized, packed; and tokenized before."""
+  """Two blocks of windows: read, tokenized, packed, shuffled; and tokenized before."""
   from configs import base
   from fp8jax.jobs import dispatch
 
@@ -188,13 +188,12 @@ def _take(c):
   from fp8jax.data import loader as loader_lib
 
   spec = _spec(c)
-  iterator = loader_lib.train_batches(spec.data, spec.global_batch)
-  next(iterator)
 
   def call():
-    read = 0
+    iterator, read = loader_lib.train_batches(spec.data, spec.global_batch), 0
     while read < TOKENS:
-      read += int(next(iterator)["weights_BL"].sum())
+      batch = next(iterator)
+      read += batch["tokens_BL"].size
     iterator.close()
 
   return call
