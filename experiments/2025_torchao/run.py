@@ -23,7 +23,7 @@ import config  # noqa: E402
 import numpy as np  # noqa: E402
 
 from fp8jax import records  # noqa: E402
-from fp8jax.models.hf import weights as hf_weights  # noqa: E402
+from fp8jax.models.hf import tensors as hf_tensors  # noqa: E402
 from fp8jax.sweeps import run as sweep  # noqa: E402
 
 CONFIG, RESULTS = "experiments/2025_torchao/config.py", HERE / "results.json"
@@ -51,7 +51,7 @@ def export(arm: str, workdir: pathlib.Path, client: str) -> dict:
 
 def zeros(folder: str) -> float:
   """The share of quantized weights that are 0 as fp8jax reads the folder."""
-  read = hf_weights.Folder(folder)
+  read = hf_tensors.Folder(folder)
   names = json.loads((pathlib.Path(folder) / "fp8_matrices.json").read_text())["rows"]
   values = [read.read_float(name) for name in names if name.endswith(".weight")]
   return float(np.mean(np.concatenate([v.ravel() for v in values]) == 0))

@@ -50,6 +50,7 @@ from fp8jax.jobs import dispatch  # noqa: E402
 from fp8jax.jobs import table as jobs_table  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
 from fp8jax.models.hf import names  # noqa: E402
+from fp8jax.models.hf import tensors as hf_tensors  # noqa: E402
 from fp8jax.models.hf import weights as hf_weights  # noqa: E402
 from fp8jax.run import evaluator, provenance  # noqa: E402
 
@@ -135,7 +136,7 @@ def served(recipe: str, folder: str):
   """(spec, sites, params) of a folder as a server multiplies it."""
   spec = spec_of(recipe, folder)
   entries = names.entries(spec.model)
-  stored = fp8_export.of_folder(hf_weights.Folder(folder), entries)
+  stored = fp8_export.of_folder(hf_tensors.Folder(folder), entries)
   plan = checks.choose(spec, 0, (), stored)
   plan = fp8_export.with_amaxes(plan, entries, {}, {})
   return spec, served_pass.sites(spec, plan), served_pass.load(spec, folder)

@@ -24,6 +24,7 @@ from fp8jax.export.settings import Export
 from fp8jax.models import lora, transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import names, peft
+from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
@@ -70,7 +71,7 @@ class Source:
 
 def of_folder(loaded: Loaded) -> Source:
   """The weights of weights.hf, with the adapters of init.adapters."""
-  there = hf_weights.Folder(loaded.where["hf"])
+  there = hf_tensors.Folder(loaded.where["hf"])
   stored = fp8_lib.of_folder(there, names.entries(loaded.spec.model))
   base = hf_config.read_json(there.folder, "config.json")
   whose = "folder" if stored else "training"

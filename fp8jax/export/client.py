@@ -198,8 +198,8 @@ def run(client: str, script: str, *arguments: str) -> tuple[str, str]:
     return one_line(e), ""
   if not done.returncode:
     return "", done.stdout
-  told = re.sub(r"^\[rank\d+\]: ?", "", done.stderr, flags=re.M)  # as torch does
-  starts = [m.start() for m in _EXCEPTION.finditer(told)]
-  message = told[starts[-1] :] if starts else told[-400:]
+  stderr = re.sub(r"^\[rank\d+\]: ?", "", done.stderr, flags=re.M)  # as torch does
+  starts = [m.start() for m in _EXCEPTION.finditer(stderr)]
+  message = stderr[starts[-1] :] if starts else stderr[-400:]
   signal = f"ended by signal {-done.returncode}" if done.returncode < 0 else "no message"
   return " ".join(message.split())[:800] or signal, done.stdout

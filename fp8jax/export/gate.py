@@ -42,7 +42,7 @@ from fp8jax.export import served_pass, vllm_client
 from fp8jax.export.settings import Export
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import schemes
-from fp8jax.models.hf import weights as hf_weights
+from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step.train_spec import TrainSpec
 
@@ -282,7 +282,7 @@ def products(
   Raises:
     UserError: it has not quantized the activations of a matrix.
   """
-  reader = hf_weights.Folder(folder, values=served_pass.client_values(exported))
+  reader = hf_tensors.Folder(folder, values=served_pass.client_values(exported))
   dtype, ratios = served_pass.client_dtype(exported), {}
   for name, matrix in exported.items():
     if matrix.scheme.inputs is None:

@@ -15,6 +15,7 @@ from fp8jax.export import matrices
 from fp8jax.formats import E2M1, E4M3, E4M3_240, Format
 from fp8jax.models import transformer
 from fp8jax.models.hf import names, schemes
+from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.schemes import Codes, Scheme
 from fp8jax.ops import site as site_lib
@@ -114,7 +115,7 @@ def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix, dtype: str = "float32")
 _IN_BF16 = (schemes.FINE_GRAINED, "nvfp4-pack-quantized", schemes.MODELOPT)
 
 
-def client_values(exported: Mapping[str, fp8_lib.Matrix]) -> hf_weights.Values:
+def client_values(exported: Mapping[str, fp8_lib.Matrix]) -> hf_tensors.Values:
   """float32 [out, in] of a folder's matrices as transformers dequantizes them.
 
   Where a folder is loaded in bfloat16, so are the float32 scales of its other matrices. Scales of

@@ -2,7 +2,7 @@
 
 from fp8jax.keys import NOTHING, key, section
 from fp8jax.models.hf import schemes
-from fp8jax.models.hf import weights as hf_weights
+from fp8jax.models.hf import tensors as hf_tensors
 
 
 # A table: a key a row, its meaning beside it.
@@ -17,7 +17,7 @@ class Export:
     "\"peft\": the adapters alone, in PEFT's format.",
     choices=schemes.FORMATS)
   dtype: str = key("auto", 'Of weights that are not FP8: "bfloat16", "float16", "float32", or '
-    '"auto": as imported, else bfloat16.', choices=("auto", *hf_weights.DTYPES))
+    '"auto": as imported, else bfloat16.', choices=("auto", *hf_tensors.DTYPES))
   strategy: str = key("auto", 'compressed-tensors: what shares a scale of FP8: "channel", "block", '
     '"tensor"; "auto": each matrix as its recipe says, else channels.',
     choices=("auto", *schemes.STRATEGIES))

@@ -1,7 +1,7 @@
 """vLLM in an interpreter of its own, as the second reader of an export: as it serves the folder.
 
 On the device of that environment, in bfloat16, which its quantized kernels take. A device without a
-kernel for a format is told with vLLM's own error.
+kernel for a format is refused with vLLM's own error.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from fp8jax.export import client
 from fp8jax.export.settings import Export
 
 # Begins the one line that the script prints for us.
-_TOLD = "fp8jax: "
+_MARK = "fp8jax: "
 # Logits are those that its log-probabilities are made of, kept where it computes them: as text they
 # would be a hundred bytes each. They are held against the log-probabilities that it returns.
 _LOGITS = """
@@ -28,7 +28,7 @@ for name, value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("VLLM_CPU_KVCACHE_SPACE", 
   os.environ.setdefault(name, value)
 import numpy, vllm
 folder, tokens, names, target = sys.argv[1:]
-rows, (told, names) = numpy.load(tokens), json.loads(names)
+rows, (mark, names) = numpy.load(tokens), json.loads(names)
 length = rows.shape[1] + 1
 model = vllm.LLM(folder, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
                  max_model_len=length, max_num_batched_tokens=length, max_num_seqs=1,
@@ -42,7 +42,7 @@ def watch(model):
     return logits
   model.compute_logits = compute_logits
 def layers(model):
-  modules, found = dict(model.named_modules()), {}
+  modules, kinds_of = dict(model.named_modules()), {}
   fused = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items()
            for part in parts}
   for name in names:
@@ -55,9 +55,9 @@ def layers(model):
     method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
     parts = [method, scheme, *vars(scheme or method or module).values()] if module else []
     kinds = [type(x).__name__ for x in parts if x is not None]
-    found[name] = kinds[: 1 + (scheme is not None)] + [k for k in kinds if k.endswith("Kernel")]
-  return found
-found, = model.apply_model(layers)
+    kinds_of[name] = kinds[: 1 + (scheme is not None)] + [k for k in kinds if k.endswith("Kernel")]
+  return kinds_of
+layers_of, = model.apply_model(layers)
 model.apply_model(watch)
 how = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
 made = []
@@ -75,7 +75,7 @@ for row in rows.tolist():
   made.append(numpy.concatenate([logits, last]))
 numpy.save(target, numpy.stack(made))
 device = str(next(iter(model.apply_model(lambda m: str(next(m.parameters()).device)))))
-print(told + json.dumps({"layers": found, "device": device}))
+print(mark + json.dumps({"layers": layers_of, "device": device}))
 """
 
 
@@ -91,26 +91,26 @@ def logits(
   Raises:
     UserError: it cannot read the folder, or fell back to unquantized weights or activations.
   """
-  shape, made, told = (*tokens_BL.shape, vocab_size), None, {}
+  shape, made, answer = (*tokens_BL.shape, vocab_size), None, {}
   with tempfile.TemporaryDirectory() as scratch:
     files = [os.path.join(scratch, name) for name in ("tokens.npy", "logits.npy")]
     np.save(files[0], tokens_BL)
-    names = json.dumps([_TOLD, sorted(inputs)])
+    names = json.dumps([_MARK, sorted(inputs)])
     error, printed = client.run(
       e.client_python, _LOGITS, os.path.abspath(folder), files[0], names, files[1]
     )
     with contextlib.suppress(OSError, ValueError):
-      lines = [line for line in printed.splitlines() if line.startswith(_TOLD)]
-      told = json.loads(lines[-1].removeprefix(_TOLD)) if lines else {}
-      made = np.load(files[1]) if told and not error else None
+      lines = [line for line in printed.splitlines() if line.startswith(_MARK)]
+      answer = json.loads(lines[-1].removeprefix(_MARK)) if lines else {}
+      made = np.load(files[1]) if answer and not error else None
   made = client.checked(e, made, shape, error, printed)
   counts: dict[str, int] = {}
   for name, quantizes in inputs.items():
-    kinds = told["layers"].get(name) or ["no layer"]
-    _check_layer(name, kinds, quantizes, told["device"])
+    kinds = answer["layers"].get(name) or ["no layer"]
+    _check_layer(name, kinds, quantizes, answer["device"])
     label = ", ".join(kinds)
     counts[label] = counts.get(label, 0) + 1
-  return made, {"device": told["device"], **{k: f"{n} matrices" for k, n in counts.items()}}
+  return made, {"device": answer["device"], **{k: f"{n} matrices" for k, n in counts.items()}}
 
 
 def _check_layer(name: str, kinds: list[str], quantizes: bool, device: str):

@@ -28,7 +28,7 @@ from fp8jax.models.config import ModelConfig
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import names, peft, scheme_config, schemes
 from fp8jax.models.hf.names import Entry
-from fp8jax.models.hf.weights import CODES, DTYPES, INDEX, SINGLE
+from fp8jax.models.hf.tensors import CODES, DTYPES, INDEX, SINGLE
 
 
 @dataclasses.dataclass(frozen=True)

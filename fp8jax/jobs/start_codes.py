@@ -12,7 +12,7 @@ from fp8jax.export.fp8 import fused_with, site_of
 from fp8jax.formats import E4M3, E4M3_240
 from fp8jax.models import transformer
 from fp8jax.models.hf import names, schemes
-from fp8jax.models.hf import weights as hf_weights
+from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.ops import site_tree
 from fp8jax.optim import sparsity, storage
 from fp8jax.quantization import stored_matrix
@@ -27,7 +27,7 @@ _start_values = jax.jit(start_values, static_argnames="quant")
 
 
 class StartCodes:
-  """Values of a folder's quantized matrices (hf_weights.Values) for the first step's recipes.
+  """Values of a folder's quantized matrices (hf_tensors.Values) for the first step's recipes.
 
   Matrices that a recipe leaves in the compute dtype are the codes' values, and so are all with
   init.requantize whose recipe has no such codes.
@@ -139,7 +139,7 @@ class StartCodes:
     joint = {n for n, r in self._recipes.items() if r.fwd.rhs and r.fwd.rhs.is_joint}
     members = tuple(n for n in fused_with(name) if n in joint) if name in joint else (name,)
     if members not in self._groups:
-      folder, scales, largest = hf_weights.Folder(self._source), set(), {}
+      folder, scales, largest = hf_tensors.Folder(self._source), set(), {}
       for n in members:  # one at a time
         if (scheme := folder.scheme(n)) is None:
           scales.add(None)

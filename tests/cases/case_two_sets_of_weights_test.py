@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from fp8jax.errors import UserError
-from fp8jax.models.hf import weights as hf_weights
+from fp8jax.models.hf import tensors as hf_tensors
 
 
 @pytest.mark.parametrize("has_index", [True, False])
@@ -24,5 +24,5 @@ def test_a_second_set_of_weights_is_refused_by_name(tmp_path, has_index):
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, shard)}
     (folder / other).write_text(json.dumps(index))
   with pytest.raises(UserError, match="two sets of weights") as error:
-    hf_weights.Folder(str(folder))
+    hf_tensors.Folder(str(folder))
   assert other in str(error.value) and "model.safetensors" in str(error.value)

@@ -20,6 +20,7 @@ from fp8jax.export import fp8 as fp8_export
 from fp8jax.export import gate as export_gate
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import names as hf_names
+from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.run import calibration, provenance, restore
 
@@ -250,7 +251,7 @@ def test_scales_of_keys_and_values_are_those_of_the_gates_text(export, source):
   assert stated["kv_cache_scheme"] == {
     "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False
   }  # fmt: skip
-  folder, before = (hf_weights.Folder(str(f)) for f in (done.target, source))
+  folder, before = (hf_tensors.Folder(str(f)) for f in (done.target, source))
   cfg = hf_config.read_config(str(source))
   hf_weights.check(folder, cfg)
   texts = divergence.batches(done.spec, divergence.Wanted(64, "", "export.gate_"))

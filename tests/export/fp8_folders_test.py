@@ -21,6 +21,7 @@ from fp8jax.models import transformer
 from fp8jax.models.config import Lora, ModelConfig
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import names, scheme_config, schemes
+from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.schemes import COMPRESSED, FINE_GRAINED
 from fp8jax.ops import gemm_spec, linear, site, site_tree, stored_params
@@ -259,7 +260,7 @@ def test_what_a_folder_has_in_16_bits_stays_so_and_its_static_scales_of_inputs_s
   first = fp8_export.choose(entries, TINY.dims, mixed, static)
   first = fp8_export.with_amaxes(first, entries, {}, seen)
   write.save(str(tmp_path), write.model(_weights(), TINY, "bfloat16", fp8=first))
-  stored = fp8_export.of_folder(hf_weights.Folder(str(tmp_path)), entries)
+  stored = fp8_export.of_folder(hf_tensors.Folder(str(tmp_path)), entries)
   again = fp8_export.choose(entries, TINY.dims, wide, CHANNELS, stored=stored)
   again = fp8_export.with_amaxes(again, entries, {}, {})
   assert again.to_config() == first.to_config() and set(again.unquantized) == set(first.unquantized)

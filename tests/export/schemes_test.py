@@ -22,6 +22,7 @@ from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import names, scheme_config, schemes
+from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.schemes import COMPRESSED, MODELOPT, Scheme
 from fp8jax.ops import site_tree
@@ -329,7 +330,7 @@ def test_a_served_recipe_reads_back_as_what_its_product_multiplies(
   default = Scheme(MODELOPT, schemes.NVFP4, schemes.NVFP4_INPUTS) if method == MODELOPT else None
   plan, rows = _write(tmp_path, weights, recipes, default)
   assert len(plan.matrices) == 14 and not plan.unquantized
-  folder, quant = hf_weights.Folder(str(tmp_path)), recipes["layers/1/mlp/up"].fwd.rhs
+  folder, quant = hf_tensors.Folder(str(tmp_path)), recipes["layers/1/mlp/up"].fwd.rhs
   hf_weights.check(folder, hf_config.read_config(str(tmp_path)))
   # What the forward product multiplies, but for the scale of the tensor that fused ones share.
   w = np.asarray(weights["layers"]["mlp"]["up"][1])
@@ -374,7 +375,7 @@ def test_a_mixed_folder_names_its_groups_and_reads_back(tmp_path, weights):
   assert all(
     ("mlp" in name) == (form == "pack-quantized") for form, of in groups.items() for name in of
   )
-  folder = hf_weights.Folder(str(tmp_path))
+  folder = hf_tensors.Folder(str(tmp_path))
   hf_weights.check(folder, CFG)
   assert folder.scheme(UP).weight == Quant(INT4, (1, 128)) and folder.scheme(UP).inputs is None
   of_q, of_o = (UP.replace("mlp.up", f"self_attn.{n}") for n in "qo")
@@ -420,7 +421,7 @@ def test_an_export_that_servers_would_not_read_is_refused(weights, tmp_path, of_
 
 def test_a_folder_that_is_quantized_already_is_quantized_again_only_if_asked(tmp_path, weights):
   _write(tmp_path / "a", weights, _recipes(("layers/.*", "w8a16"))[0])
-  stored = fp8_export.of_folder(hf_weights.Folder(str(tmp_path / "a")), names.entries(CFG))
+  stored = fp8_export.of_folder(hf_tensors.Folder(str(tmp_path / "a")), names.entries(CFG))
   recipes, _ = _recipes(("layers/.*", "w4a16"))
   said = "the folder is quantized already, .*_proj.weight as int8 1x. f32, and recipe 'w4a16' asks"
   with pytest.raises(UserError, match=said):
@@ -460,11 +461,11 @@ def test_damaged_tensors_of_two_levels_are_refused_by_name(
 _MADE = {}
 
 
-def _nvfp4(factory, weights) -> hf_weights.Folder:
+def _nvfp4(factory, weights) -> hf_tensors.Folder:
   if not _MADE:
     _MADE["folder"] = factory.mktemp("nvfp4")
     _write(_MADE["folder"], weights, _recipes(("layers/.*", "nvfp4a16"))[0])
-  return hf_weights.Folder(str(_MADE["folder"]))
+  return hf_tensors.Folder(str(_MADE["folder"]))
 
 
 def test_fused_matrices_share_the_scale_of_the_tensor(tmp_path_factory, weights):

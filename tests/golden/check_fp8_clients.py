@@ -91,6 +91,7 @@ def _write_one(target, weights, cfg, form, how, tokens):
   from fp8jax.generation import weights as generation_weights
   from fp8jax.models import transformer
   from fp8jax.models.hf import names, schemes
+  from fp8jax.models.hf import tensors as hf_tensors
   from fp8jax.models.hf import weights as hf_weights
   from fp8jax.ops import site_tree
 
@@ -111,7 +112,7 @@ def _write_one(target, weights, cfg, form, how, tokens):
   inputs = {(fp8_export.site_of(e), "x"): 8.0 for e in entries if e.layer is not None}
   spec = fp8_export.with_amaxes(spec, entries, {}, inputs)
   write_lib.save(str(target), write_lib.model(weights, cfg, "bfloat16", fp8=spec))
-  folder = hf_weights.Folder(str(target))
+  folder = hf_tensors.Folder(str(target))
   matrices = {name: folder.read_float(name) for name in spec.matrices}
   back, _ = hf_weights.load_params(str(target), cfg)
   logits = {name: _logits(w, plain, tokens, cfg) for name, w in

@@ -19,7 +19,7 @@ from fp8jax.export import served, write
 from fp8jax.jobs import start, start_codes
 from fp8jax.models import lora, presets, transformer
 from fp8jax.models.hf import names, peft, schemes
-from fp8jax.models.hf import weights as hf_weights
+from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.ops import site_tree, stored_params
 from fp8jax.recipe.quant import WHOLE
 from fp8jax.recipe.served import SERVED
@@ -143,7 +143,7 @@ def test_the_first_step_multiplies_the_codes_of_the_folder(tmp_path, rng, recipe
   if recipe == "nvfp4a16":  # exported again, what is trained is the folder's to the bit
     plan = _write(tmp_path / "again", recipe, params_lib.unflatten(flat))
     assert len(plan.matrices) == 14 and all(m.is_trained for m in plan.matrices.values())
-    before, after = (hf_weights.Folder(str(d)) for d in (tmp_path / "hf", tmp_path / "again"))
+    before, after = (hf_tensors.Folder(str(d)) for d in (tmp_path / "hf", tmp_path / "again"))
     own = [key for key in before.files if "_proj." in key]
     assert len(own) == 3 * 14 and before.files.keys() == after.files.keys()
     for key in own:

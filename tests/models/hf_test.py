@@ -23,6 +23,7 @@ from fp8jax.export import write
 from fp8jax.models import presets, transformer
 from fp8jax.models.config import ComputeConfig
 from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site_tree
 
@@ -298,7 +299,7 @@ def test_dtype_of_a_folder_holds_all_of_its_weights(tmp_path, matrices, norms, w
   """export.dtype='auto' writes it; neither 16-bit format holds the other's values."""
   folder = _copy(tmp_path)
   tensors = {
-    k: v.astype(hf_weights.DTYPES[norms if "norm" in k else matrices])
+    k: v.astype(hf_tensors.DTYPES[norms if "norm" in k else matrices])
     for k, v in _tensors(folder).items()
   }
   safetensors.numpy.save_file(tensors, folder / "model.safetensors")
@@ -307,7 +308,7 @@ def test_dtype_of_a_folder_holds_all_of_its_weights(tmp_path, matrices, norms, w
 
 def test_import_takes_finite_values_whose_sum_overflows():
   for dtype, largest in (("float32", 3e38), ("bfloat16", 3e38), ("float16", 65504)):
-    value = np.full((2, 3), largest, hf_weights.DTYPES[dtype])
+    value = np.full((2, 3), largest, hf_tensors.DTYPES[dtype])
     hf_weights._check_finite(value, "x")
     for bad in (np.inf, -np.inf, np.nan):
       value[1, 1] = bad

@@ -15,7 +15,7 @@ from configs import base, debug
 from fp8jax.config import resolve
 from fp8jax.jobs import dispatch, table
 from fp8jax.kernels.choose import Device
-from fp8jax.models.hf import weights as hf_weights
+from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.ptq import apply
 from fp8jax.recipe.served import SERVED
 from fp8jax.run import restore
@@ -73,7 +73,7 @@ def test_a_folder_becomes_a_folder_of_codes_and_of_the_same_function(quantize, s
   np.testing.assert_array_equal(tensors["model.norm.weight"].astype(np.float32), 1.0)
   # Nothing of the work is left, and codes are codes: eight levels of either sign.
   assert not [*(tmp_path / "run" / "quantize").iterdir()]
-  read = hf_weights.Folder(str(done.target)).read_float(stem + "weight")
+  read = hf_tensors.Folder(str(done.target)).read_float(stem + "weight")
   scale = tensors[stem + "weight_scale"].astype(np.float32)
   codes = read / np.repeat(scale, 128, 1)
   np.testing.assert_allclose(codes, np.rint(codes), atol=1e-4)
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_was_trained_in_fp8_becomes_a_folder_in_int8(quantize,
   assert done.made["step"] == 2 and done.made["codes_of_calibration"] == 14
   spec = resolve.resolve(done.config, 1, Device("cpu"), needs=table.JOBS["quantize"].needs)
   layers = restore.restore_params(spec, str(tmp_path / "run"))[0]["layers"]
-  folder = hf_weights.Folder(str(done.target))
+  folder = hf_tensors.Folder(str(done.target))
   for name, w in (("self_attn.o_proj", "attn/o"), ("mlp.down_proj", "mlp/down")):
     key, _, site = w.partition("/")
     w_NK = np.asarray(layers[key][site][1]).reshape(-1, 128).T
@@ -141,7 +141,7 @@ def test_gaudi_2_gets_one_of_its_scales_with_back_off(quantize, source, tmp_path
     for recipe in ("fp8", "fp8_gaudi2")
   )
   assert not made.code, made.stderr
-  folder, free, own = (hf_weights.Folder(str(f)) for f in (model, plain.target, made.target))
+  folder, free, own = (hf_tensors.Folder(str(f)) for f in (model, plain.target, made.target))
 
   def hardware(amax):
     return min(s for s in (2**-8, 2**-4, 1.0, 2**4) if amax <= 240 * s)

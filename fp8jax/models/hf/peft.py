@@ -14,6 +14,7 @@ from fp8jax.errors import UserError
 from fp8jax.models import lora
 from fp8jax.models.config import Lora, ModelConfig
 from fp8jax.models.hf import names
+from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.models.hf import weights as hf_weights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -68,11 +69,11 @@ def _shown(c: Mapping[str, Any], *keys: str) -> str:
   return ", ".join(f"{key}={c.get(key)!r}" for key in keys)
 
 
-def _folder(folder: str) -> hf_weights.Folder:
+def _folder(folder: str) -> hf_tensors.Folder:
   folder = os.path.expanduser(folder)
   if not os.path.isfile(path := os.path.join(folder, WEIGHTS)):
     raise UserError(f"{path} does not exist; save the adapters as safetensors")
-  return hf_weights.Folder(folder, WEIGHTS)
+  return hf_tensors.Folder(folder, WEIGHTS)
 
 
 def added(tree, folder: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL):

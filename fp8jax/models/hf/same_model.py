@@ -4,6 +4,7 @@ import dataclasses
 
 from fp8jax.models.config import ModelConfig
 from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.models.hf import weights as hf_weights
 
 
@@ -32,4 +33,4 @@ def check(folder: str, model: ModelConfig):
       f"{folder!r} holds another model than the config describes: {'; '.join(different)}. Set "
       "model.preset='hf' and override nothing else of model to take the folder's"
     )
-  hf_weights.check(hf_weights.Folder(folder), hf_config.with_stored(model, there))
+  hf_weights.check(hf_tensors.Folder(folder), hf_config.with_stored(model, there))
