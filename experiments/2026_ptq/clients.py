@@ -52,7 +52,7 @@ def one(target: pathlib.Path, recipe: str, python: str, client: str) -> dict:
     found |= {"gate": made["gate"], "quantized": made["fp8_matrices"]}
     shutil.rmtree(out)
   except UserError as e:  # the server has no kernel here, and says so
-    if client != "vllm":
+    if client != "vllm" or "cannot read the folder" not in str(e):
       raise
     found["error"] = str(e).partition(": ")[2]
   return found | {"provenance": provenance.provenance({}, "assets named in the script", 0)}
@@ -66,6 +66,8 @@ HEADS = {
 
 
 def main(target: pathlib.Path, python: str = "", asked: str = "transformers"):
+  if asked not in HEADS:
+    raise SystemExit(f"unknown client {asked!r}; expected one of {', '.join(HEADS)}")
   for client, file, cells in (
     ("transformers", "clients", transformers_cells), ("vllm", "vllm", vllm_cells)
   ):  # fmt: skip
@@ -85,7 +87,7 @@ def vllm_cells(row: dict) -> list[str]:
     return [row["recipe"], row["error"], *[""] * 4]
   gate, fidelity = row["gate"], row["gate"]["fidelity"]
   of = "served_" if "served_kl" in fidelity else ""
-  by = "; ".join(f"`{k}`: {v}" for k, v in gate["vllm"].items() if k.endswith(("Method", "Kernel")))
+  by = "; ".join(f"`{k}`: {v}" for k, v in gate["vllm"]["layers"].items())
   return [row["recipe"], by, f"{fidelity[of + 'kl']:.1e}", f"{fidelity[of + 'bound']:.1e}",
           f"{gate.get('served', gate['fp8jax'])['kl']:.3f}",
           f"{gate['vllm']['kl']:.3f}"]  # fmt: skip

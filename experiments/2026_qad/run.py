@@ -117,6 +117,9 @@ def evaluate(arm: str, root: pathlib.Path, folder: str = "") -> tuple[dict, dict
     params, _ = hf_weights.load_params(folder, spec.model, spec.run.layout)
     states = {}
   else:
+    is_there = (root / arm / "checkpoints").is_dir()
+    if is_there == (split(arm)[0] == "ptq"):
+      raise SystemExit(f"{arm}: {root / arm} has {'a' if is_there else 'no'} checkpoint: remove it")
     loaded = restore.load_trained(spec, str(root / arm))
     params, states = loaded.params, loaded.states
   found = evaluator.Evaluator(spec, teacher).run(params, states)

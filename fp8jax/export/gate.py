@@ -13,7 +13,9 @@ the package's scale, the largest magnitude / 127.5, where servers and our pass d
 
 vLLM (export.client) computes in bfloat16, as it serves, with quantized activations: its KL is at
 most FIDELITY times that of our own pass of the folder in bfloat16, logits too, against float32, or
-what the rounding of activations costs; and it tells of every matrix by what it was multiplied.
+what the rounding of activations costs. From our pass without that rounding it differs by at least a
+FIDELITY-th of that cost, or activations are not rounded there. And it tells of every matrix by what
+it was multiplied.
 
 Cost: how far is the folder from its source? The mean over tokens of KL(source || folder), in nats,
 with the bootstrap interval over windows, and the share of tokens whose most likely successor is the
@@ -83,6 +85,7 @@ class Gate:
 
   Attributes:
     report: {reader: {"kl", "low", "high", "dlogp", "top1"}} of the comparisons with the source,
+      "vllm" also its "device" and {"layers": {how matrices are multiplied: number}},
       "fidelity": {"kl", "bound"} of the client's weights and {"served_kl", "served_bound",
       "product": the largest of `products`, "product_of"} of its activations, "tokens", and
       "noise_floor": the source against itself with its norms one ulp away.
@@ -181,9 +184,11 @@ class Gate:
       params = served_pass.load(wide, folder)
     ours = [params_lib.on_host(x) for x in self._forward(wide, served)(params)]
     in_16 = map(_in_16, self._forward(narrow, served_in_16)(params))
-    most = max(self._kl(ours, in_16), _LEAST)
+    most, rounding = max(self._kl(ours, in_16), _LEAST), 0.0
     if served is not None:
-      most = max(most, self._kl(self._forward(wide)(weights), ours))
+      plain = [params_lib.on_host(x) for x in self._forward(wide)(weights)]
+      rounding = self._kl(plain, ours)
+      most = max(most, rounding)
     if jax.process_index() == 0:
       tokens_BL = np.concatenate([b.tokens_BL for b in self._batches])
       matrices = plan.matrices.items() if plan else ()
@@ -196,8 +201,17 @@ class Gate:
       del self.report["vllm"]["tokens"]
       of = "" if served is None else "served_"
       found, bounds = {f"{of}kl": self._kl(ours, made)}, {f"{of}bound": FIDELITY * most}
+      if served is not None:
+        found["unrounded_kl"] = self._kl(plain, made)
       self.report["fidelity"] = found | bounds
       self._judge_client(found, bounds)
+      if served is not None and found["unrounded_kl"] < rounding / FIDELITY:
+        raise UserError(
+          "export refused, nothing was written: vllm leaves activations unquantized: of our pass "
+          f"without their rounding it differs by KL {found['unrounded_kl']:.2e} nats per token, "
+          f"and their rounding alone costs {rounding:.2e}; check the folder on the device that "
+          "serves, or export a recipe of weights alone"
+        )
 
   def _judge_products(self, ratios: Mapping[str, float]):
     name = max(ratios, key=lambda name: ratios[name] if ratios[name] >= 0 else math.inf)
@@ -211,15 +225,16 @@ class Gate:
       )
 
   def _judge_client(self, found: Mapping[str, float], bounds: Mapping[str, float]):
+    client = self._spec.of(Export).client
+    measure = "noise floor" if client == "transformers" else "cost of bfloat16 or of the rounding"
     for kl, bound, what in (
       ("kl", "bound", "the weights"), ("served_kl", "served_bound", "the activations")
     ):  # fmt: skip
       if kl in found and not found[kl] <= bounds[bound]:
         raise UserError(
-          f"export refused, nothing was written: {self._spec.of(Export).client} computes another "
-          f"model from {what} "
+          f"export refused, nothing was written: {client} computes another model from {what} "
           f"than fp8jax reads in the folder: KL {found[kl]:.2e} nats per token, more than "
-          f"{bounds[bound]:.2e}, {FIDELITY:g} times the noise floor; please report it with the "
+          f"{bounds[bound]:.2e}, {FIDELITY:g} times the {measure}; please report it with the "
           "versions of the client, or export without export.client_python and check the server"
         )
 

@@ -1,14 +1,17 @@
 """vLLM in an interpreter of its own, as the second reader of an export: as it serves the folder.
 
 On the device of that environment, in bfloat16, which its quantized kernels take. A device without a
-kernel for a format is refused with vLLM's own error.
+kernel for a format is refused with vLLM's own error, and so is a GPU whose memory another process
+holds: vLLM asks for most of it, and JAX_PLATFORMS=cpu leaves it to vLLM.
 """
 
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +21,10 @@ from fp8jax.export.settings import Export
 
 # Begins the one line that the script prints for us.
 _MARK = "fp8jax: "
+# Kernels that multiply activations as they come, whatever the folder says; by vLLM 0.32's source.
+_IN_16_BITS = re.compile(
+  "A16|Marlin|Emulation|^CPUFp8BlockScaledMMKernel$|^CPUFp8PerTensorScaledMMLinearKernel$"
+)
 # Logits are those that its log-probabilities are made of, kept where it computes them: as text they
 # would be a hundred bytes each. They are held against the log-probabilities that it returns.
 _LOGITS = """
@@ -48,12 +55,9 @@ def layers(model):
   for name in names:
     place = name.removesuffix(".weight").split(".")
     place[-1] = fused.get(place[-1], place[-1])
-    # Experts lie in one layer, some way above.
-    while place and getattr(modules.get(".".join(place)), "quant_method", None) is None:
-      place.pop()
-    module = modules[".".join(place)] if place else None
+    module = modules.get(".".join(place))
     method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
-    parts = [method, scheme, *vars(scheme or method or module).values()] if module else []
+    parts = [method, scheme, *vars(scheme or method).values()] if method else []
     kinds = [type(x).__name__ for x in parts if x is not None]
     kinds_of[name] = kinds[: 1 + (scheme is not None)] + [k for k in kinds if k.endswith("Kernel")]
   return kinds_of
@@ -64,7 +68,11 @@ made = []
 for row in rows.tolist():
   kept.clear()
   answer, = model.generate([{"prompt_token_ids": row}], how, use_tqdm=False)
-  last, logits = kept[0][-1:], numpy.concatenate(kept[1:])  # first that of the token to come
+  # First that of the token to come; its second model runner then gives all rows, the first does
+  # without the last.
+  last, logits = kept[0][-1:], numpy.concatenate(kept[1:])[: len(row) - 1]
+  if len(logits) != len(row) - 1:
+    raise RuntimeError(f"vLLM computed {len(logits)} rows of logits of {len(row)} tokens")
   of_next = logits[numpy.arange(len(row) - 1), row[1:]].astype(float)
   wide = logits.astype(float)
   top = wide.max(-1)
@@ -81,9 +89,9 @@ print(mark + json.dumps({"layers": layers_of, "device": device}))
 
 def logits(
   e: Export, folder: str, tokens_BL: np.ndarray, vocab_size: int, inputs: Mapping[str, bool]
-) -> tuple[np.ndarray, dict[str, str]]:
-  """Logits [B, L, V], float32, and {"device": its own, "LayerMethod, Scheme, Kernel": how many of
-  the folder's quantized matrices, "3 matrices"}.
+) -> tuple[np.ndarray, dict[str, Any]]:
+  """Logits [B, L, V], float32, and {"device": its own, "layers": {"LayerMethod, Scheme, Kernel":
+  how many of the folder's quantized matrices}}.
 
   Args:
     inputs: {weight: whether its activations are quantized} of the folder's quantized matrices.
@@ -110,7 +118,7 @@ def logits(
     _check_layer(name, kinds, quantizes, answer["device"])
     label = ", ".join(kinds)
     counts[label] = counts.get(label, 0) + 1
-  return made, {"device": answer["device"], **{k: f"{n} matrices" for k, n in counts.items()}}
+  return made, {"device": answer["device"], "layers": counts}
 
 
 def _check_layer(name: str, kinds: list[str], quantizes: bool, device: str):
@@ -118,7 +126,7 @@ def _check_layer(name: str, kinds: list[str], quantizes: bool, device: str):
   what = ""
   if kinds == ["no layer"] or kinds[0].startswith("Unquantized"):
     what = "it fell back to unquantized weights; please report it with its version"
-  elif quantizes and any("A16" in k or "Marlin" in k for k in kinds):
+  elif quantizes and any(map(_IN_16_BITS.search, kinds)):
     what = (
       "activations stay in 16 bits there; check it on the device that serves, or export a recipe "
       "of weights alone"

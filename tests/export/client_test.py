@@ -253,6 +253,9 @@ class Model:
         if not (last and SPOIL == "gone"):
           yield f"model.layers.{i}.{name}", self.layer(last)
   def layer(self, last):
+    if last and SPOIL == "marlin":  # of a method without a scheme
+      method = kind("Fp8LinearMethod", fp8_linear=kind("MarlinFP8ScaledMMLinearKernel"))
+      return kind("Linear", quant_method=method)
     if last and SPOIL == "unquantized":
       return kind("Linear", quant_method=kind("UnquantizedLinearMethod"))
     scheme = kind("W8A16" if last and SPOIL == "a16" else "W8A8", kernel=kind("CPUKernel"))
@@ -275,7 +278,9 @@ class LLM:
   def generate(self, prompts, how, use_tqdm):
     logits, tokens = next(self.rows), prompts[0]["prompt_token_ids"]
     self.model.compute_logits(logits[-1:])
-    self.model.compute_logits(logits[:-1])
+    rows = logits[: {"second runner": None, "few rows": -2}.get(SPOIL, -1)]
+    for start in range(0, len(rows), 3):
+      self.model.compute_logits(rows[start : start + 3])
     wide = logits.astype(float)
     stated = wide - numpy.log(numpy.exp(wide).sum(-1, keepdims=True))
     stated += 0.1 * (SPOIL == "other logits")
@@ -288,6 +293,8 @@ UNREAD = {
   "unquantized": f"{LAST}UnquantizedLinearMethod on cpu: it fell back to unquantized weights",
   "gone": f"{LAST}no layer on cpu: it fell back to unquantized weights",
   "a16": f"{LAST}CompressedTensorsLinearMethod, W8A16, CPUKernel on cpu: activations stay in 16",
+  "marlin": f"{LAST}Fp8LinearMethod, MarlinFP8ScaledMMLinearKernel on cpu: activations stay in 16",
+  "few rows": "cannot read the folder: RuntimeError: vLLM computed 3 rows of logits of 5 tokens",
   "other logits": "cannot read the folder: RuntimeError: vLLM's log-probabilities are not those",
 }  # fmt: skip
 
@@ -316,7 +323,7 @@ def _kl(gate, source, made) -> float:
   return float((np.exp(p) * (p - q)).sum(-1)[counts].mean())
 
 
-@pytest.mark.parametrize("spoil", ["", *UNREAD])
+@pytest.mark.parametrize("spoil", ["", "second runner", *UNREAD])
 @pytest.mark.parametrize("quantizes", [False, True])
 def test_matrices_that_vllm_multiplies_otherwise_are_refused_by_name(
   rng, tmp_path, quantizes, spoil
@@ -333,7 +340,8 @@ def test_matrices_that_vllm_multiplies_otherwise_are_refused_by_name(
   def ask():
     return vllm_client.logits(*asked, dict.fromkeys(names, quantizes))
 
-  if spoil and (spoil, quantizes) != ("a16", False):
+  in_16_bits = spoil in ("a16", "marlin")
+  if spoil in UNREAD and (quantizes or not in_16_bits):
     with pytest.raises(UserError) as e:
       ask()
     assert UNREAD[spoil] in str(e.value)
@@ -341,11 +349,14 @@ def test_matrices_that_vllm_multiplies_otherwise_are_refused_by_name(
   made, layers = ask()
   np.testing.assert_array_equal(made, logits)
   by = "CompressedTensorsLinearMethod, {}, CPUKernel"
-  scheme = {by.format("W8A16"): "1 matrices"} if spoil else {}
-  assert layers == {"device": "cpu", by.format("W8A8"): f"{8 - len(scheme)} matrices"} | scheme
+  others = {"a16": by.format("W8A16"), "marlin": "Fp8LinearMethod, MarlinFP8ScaledMMLinearKernel"}
+  counts = {by.format("W8A8"): 8 - in_16_bits} | ({others[spoil]: 1} if in_16_bits else {})
+  assert layers == {"device": "cpu", "layers": counts}
 
 
-@pytest.mark.parametrize("recipe, spoil", [("int8", ""), ("w4a16", ""), ("w4a16", "logits")])
+@pytest.mark.parametrize(
+  "recipe, spoil", [("int8", ""), ("mxfp4_ste", "unrounded"), ("w4a16", ""), ("w4a16", "logits")]
+)
 def test_vllm_serves_what_fp8jax_computes_within_what_16_bits_and_rounding_cost(
   export, tmp_path, monkeypatch, recipe, spoil
 ):
@@ -357,12 +368,14 @@ def test_vllm_serves_what_fp8jax_computes_within_what_16_bits_and_rounding_cost(
     wide, narrow = (dataclasses.replace(spec, run=dataclasses.replace(spec.run, dtype=np.dtype(d)))
                     for d in ("float32", "bfloat16"))  # fmt: skip
     params = plain = read(folder)
-    if recipe == "int8":
+    if recipe != "w4a16":
       sites, params = served_pass.sites, served_pass.load(spec, folder)
     ours, in_16 = ([*gate._forward(s, sites and sites(s, plan))(params)] for s in (wide, narrow))
     in_16 = [np.asarray(x.astype("bfloat16"), np.float32) for x in in_16]
     costs = [_kl(gate, ours, in_16), _kl(gate, gate._forward(wide)(plain), ours)]
     bounds.append([costs[0], 3 * max(costs)])
+    if spoil == "unrounded":
+      in_16 = [np.asarray(x) for x in gate._forward(narrow)(plain)]
     made = np.concatenate(in_16) * (-1 if spoil == "logits" else 1)
     np.save(tmp_path / "vllm" / "logits.npy", made)
     return server(gate, folder, versions, read, plan)
@@ -374,7 +387,8 @@ def test_vllm_serves_what_fp8jax_computes_within_what_16_bits_and_rounding_cost(
                 "export.client_python": python, "export.max_kl": 1.0},
   )  # fmt: skip
   if spoil:
-    said = "vllm computes another model from the weights"
+    said = {"logits": "vllm computes another model from the weights",
+            "unrounded": "vllm leaves activations unquantized: "}[spoil]  # fmt: skip
     assert done.code == 1 and not done.target.exists() and said in done.stderr, done.stderr
     return
   assert done.code == 0, done.stderr
@@ -382,10 +396,10 @@ def test_vllm_serves_what_fp8jax_computes_within_what_16_bits_and_rounding_cost(
   of = "served_" if recipe == "int8" else ""
   found, bound = gate["fidelity"][f"{of}kl"], gate["fidelity"][f"{of}bound"]
   assert [found, bound] == [pytest.approx(b, rel=1e-3) for b in bounds[0]]
-  assert 0 < found < bound and len(gate["fidelity"]) == 2
+  assert 0 < found < bound and len(gate["fidelity"]) == 2 + (recipe == "int8")
   row = gate["vllm"]
   assert (row["torch"], row["vllm"], row["device"]) == ("1.5", "1.5", "cpu")
-  assert row["CompressedTensorsLinearMethod, W8A8, CPUKernel"] == "14 matrices"
+  assert row["layers"] == {"CompressedTensorsLinearMethod, W8A8, CPUKernel": 14}
   assert row["low"] <= row["kl"] <= row["high"]
 
 
@@ -395,6 +409,8 @@ def test_vllm_serves_what_fp8jax_computes_within_what_16_bits_and_rounding_cost(
     ({}, "name its python as export.client_python"),
     ({"export.format": "peft", "model.lora.rank": 4, "export.client_python": sys.executable},
      "export.format='peft' writes adapters; take another export.format"),
+    ({"export.format": "compressed-tensors", "export.kv_cache": "e4m3",
+      "export.client_python": sys.executable}, "check the folder with export.kv_cache=''"),
   ],
 )  # fmt: skip
 def test_what_vllm_cannot_be_asked_is_refused(export, changes, said):

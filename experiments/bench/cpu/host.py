@@ -26,9 +26,9 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 MODEL, ROUNDS, TOKENS = "assets/smollm2-135m", 3, 2 * 1024 * 4096
 STARTS = {
-  "--help": ["--help"],
-  "--job=doctor": ["--job=doctor"],
-  "an unknown key": ["--config=configs/debug.py", "--config.optim.peaklr=1"],
+  "--help": (["--help"], 0),
+  "--job=doctor": (["--job=doctor"], 0),
+  "an unknown key": (["--config=configs/debug.py", "--config.optim.peaklr=1"], 1),
 }
 
 
@@ -222,11 +222,13 @@ def starts(source: pathlib.Path) -> dict:
   """From the command to its end, or to a run's first step; the second call finds compiled ones."""
   python, rows = [sys.executable, str(source / "launch.py")], {}
 
-  def call(arguments):
-    subprocess.run([*python, *arguments], capture_output=True, cwd=source)
+  def call(arguments, code):
+    done = subprocess.run([*python, *arguments], capture_output=True, text=True, cwd=source)
+    if done.returncode != code:
+      raise SystemExit(f"{arguments} ended with {done.returncode}: {done.stderr[-500:]}")
 
-  for name, arguments in STARTS.items():
-    rows[name] = {"seconds": timed(lambda of=arguments: call(of))["seconds"]}
+  for name, of in STARTS.items():
+    rows[name] = {"seconds": timed(lambda of=of: call(*of))["seconds"]}
   with tempfile.TemporaryDirectory() as workdir:
     arguments = [*python, "--config=configs/smollm2_cpt.py", f"--workdir={workdir}"]
     began = time.perf_counter()
@@ -252,15 +254,15 @@ def table(results: dict) -> str:
   lines = [f"| | {' | '.join(f'{n}, s (CPU-s)' for n in names)} | limit, s |",
            "|---" * (len(names) + 2) + "|"]  # fmt: skip
   for row in rows:
-    cells, at_least = [], ""
+    cells, limits = [], []
     for of in results.values():
       one = of["rows"].get(row)
       cells.append(f"{one['seconds']} ({one['cpu']})" if one and "cpu" in one
                    else str(one["seconds"]) if one else "")  # fmt: skip
       if one and "limit" in one:
         least = one.get("bytes", one.get("operations")) / of["limits"][one["limit"]]
-        at_least = f"{least:.2f}, by {one['limit']}"
-    lines.append(f"| {row} | {' | '.join(cells)} | {at_least} |")
+        limits.append(f"{least:.2f} by {one['limit']}")
+    lines.append(f"| {row} | {' | '.join(cells)} | {', '.join(limits)} |")
   return "\n".join(lines)
 
 
@@ -268,12 +270,16 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("label", nargs="?", default="")
   parser.add_argument("rows", nargs="*", metavar="ROW")
-  parser.add_argument("--source", type=pathlib.Path, default=HERE.parents[2])
+  parser.add_argument("--source", type=lambda p: pathlib.Path(p).resolve(),
+                      default=HERE.parents[2])  # fmt: skip
   asked = parser.parse_args()
   sys.path[:0] = [str(asked.source), str(HERE.parent)]
   os.chdir(asked.source)
   import timing
 
+  import fp8jax
+
+  assert pathlib.Path(fp8jax.__file__).is_relative_to(asked.source), fp8jax.__file__
   path = HERE / "host.json"
   results = timing.read(path)
   if asked.label:
