@@ -1,4 +1,4 @@
-"""The picture and the table of README.md, of the result files alone.
+"""The picture and the tables of README.md, of the result files alone.
 
 command: python experiments/2023_fliqs/pareto.py [RESULTS] [STEM of the picture]
 """
@@ -42,6 +42,34 @@ def points(folder: pathlib.Path) -> list[tuple]:
   ]  # fmt: skip
 
 
+# The claims of README.md at one target; uniform arms have none.
+TARGETS = (0.07, 0.125)
+COMPARISONS = (
+  *((("fliqs", of, 0.07), ("uniform", lowest, 0.0)) for of, lowest in (
+    ("fp-s", "e2m1_dynamic"), ("fp-l", "e2m1_dynamic"), ("int-s", "int4_dynamic"),
+    ("int-l", "int4_dynamic"))),
+  *((("fliqs", of, t), ("ranked", of, t)) for t in TARGETS for of in ("fp-s", "int-s")),
+  *((("fliqs", f"{of}-l", t), ("fliqs", f"{of}-s", t)) for t in TARGETS for of in ("fp", "int")),
+  *((("fliqs", f"fp-{n}", t), ("fliqs", f"int-{n}", t)) for t in TARGETS for n in "sl"),
+)  # fmt: skip
+
+
+def differences(folder: pathlib.Path, task: str) -> list[tuple]:
+  """(arm, other arm, statistics.Estimate of the difference of held-out losses, paired by seed);
+  together the intervals hold at 95 %. Empty where a seed of an arm is missing."""
+  by: dict = collections.defaultdict(dict)
+  for path in folder.glob(f"{task}_*.json"):
+    r = json.loads(path.read_text())
+    a = r["arm"]
+    by[a["method"], a["formats"], a["target"]][a["seed"]] = r["heldout"]
+  if any(len(by[arm]) < 3 for pair in COMPARISONS for arm in pair):
+    return []
+  return [
+    (a, b, statistics.estimate([by[a][s] - by[b][s] for s in sorted(by[a])], len(COMPARISONS)))
+    for a, b in COMPARISONS
+  ]
+
+
 def picture(rows: list[tuple], task: str) -> alt.TopLevelMixin:
   """Held-out loss against BOPs, intervals of seeds where there are several."""
   of = [r for r in rows if r[0] == task]
@@ -71,6 +99,11 @@ def main(folder: str = str(HERE / "results"), stem: str = str(HERE / "pareto")):
     shown = f"{target:g}" if target else "–"
     print(f"| {task} | {method} | {formats} | {shown} | {seeds} | {bops:.4f} | "
           f"{loss.mean:.4f}{spread} |")  # fmt: skip
+  print("\n| task | arm | against | difference, nats |\n|---|---|---|---|")
+  for task in sorted({r[0] for r in rows}):
+    for a, b, of in differences(pathlib.Path(folder), task):
+      names = (" ".join(str(x) for x in arm if x) for arm in (a, b))
+      print(f"| {task} | {' | '.join(names)} | {of.mean:+.4f} [{of.low:+.4f}, {of.high:+.4f}] |")
   with charts.unchecked():
     drawn = alt.hconcat(*(picture(rows, task) for task in sorted({r[0] for r in rows})))
     drawn = drawn.resolve_scale(x="independent", y="independent")
