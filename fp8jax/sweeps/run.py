@@ -165,12 +165,28 @@ _SIGNALS = {signal.SIGTERM: outcome_lib.PREEMPTED, signal.SIGINT: outcome_lib.IN
 def one(config: str, workdir: str, changes: Mapping[str, Any], root: str) -> files.RunFiles:
   """The files of a single run: started, gone on with, or finished before.
 
-  An interrupted run ends the program with its exit code: 75 after SIGTERM, 130 after Ctrl-C. A
-  workdir of another configuration ends it too: launch.py refuses it and names what differs.
+  An interrupted run ends the program with its exit code: 75 after SIGTERM, which is passed on to
+  it, 130 after Ctrl-C. A workdir of another configuration ends it too: launch.py refuses it and
+  names what differs.
   """
   trial = Trial(config, dict(changes), workdir)
   outcome = outcome_lib.read(dataclasses.replace(trial, config=os.path.join(root, config)))
   if outcome is None or outcome.status != "finished":
-    if code := subprocess.run(process.command(trial, root), cwd=root).returncode:
+    if code := _waited(process.command(trial, root), root):
       sys.exit(code)
   return files.read(workdir)
+
+
+def _waited(command: list[str], root: str) -> int:
+  """The exit code of a command. It gets this process's SIGTERM, which a scheduler may send to one
+  process alone; Ctrl-C reaches it from the terminal, and it saves before this process goes on."""
+  running: list[subprocess.Popen] = []
+  handlers = {signal.SIGTERM: lambda *_: [child.terminate() for child in running],
+              signal.SIGINT: lambda *_: None}  # fmt: skip
+  before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+  try:
+    running.append(subprocess.Popen(command, cwd=root))
+    return running[0].wait()
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)

@@ -389,9 +389,9 @@ def test_a_single_run_that_finished_is_read_and_one_of_another_configuration_is_
 
   def start(command, cwd):
     started.append(command)
-    return types.SimpleNamespace(returncode=1)
+    return 1
 
-  monkeypatch.setattr(run.subprocess, "run", start)
+  monkeypatch.setattr(run, "_waited", start)
   root = os.getcwd()
   assert run.one(path, str(workdir), {"seed": 1}, root).summary["objective"] == 1 and not started
   with pytest.raises(SystemExit):
@@ -443,3 +443,26 @@ def test_a_job_that_the_sweep_no_longer_waits_for_stays_in_the_queue(tmp_path):
   job.exception = lambda: "no node"
   assert one.poll() == outcome.Outcome("failed")
   assert (tmp_path / "t" / "log.txt").read_text() == "no node\n"
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_single_run_saves_before_the_process_that_waits_for_it_ends(tmp_path, number, code):
+  """The run says that it heeds signals; what is sent to this process alone."""
+  before = signal.getsignal(number)
+  ready = tmp_path / "ready"
+  body = (
+    "import pathlib, signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+    f"pathlib.Path({str(ready)!r}).touch(); time.sleep({30 if code == 75 else 1}); sys.exit(130)"
+  )
+
+  def tell():
+    while not ready.exists():
+      time.sleep(0.01)
+    os.kill(os.getpid(), number)
+
+  teller = threading.Thread(target=tell)
+  teller.start()
+  assert run._waited([sys.executable, "-c", body], str(tmp_path)) == code
+  teller.join()
+  assert signal.getsignal(number) == before
