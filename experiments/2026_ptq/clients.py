@@ -61,7 +61,8 @@ def one(target: pathlib.Path, recipe: str, python: str, client: str) -> dict:
 HEADS = {
   "transformers": ["format", "matrices", "KL of the weights", "at most", "products",
                    "KL as served", "at most", "KL from the source, fp8jax", "transformers"],
-  "vllm": ["format", "multiplied by", "KL", "at most", "KL from the source, fp8jax", "vLLM"],
+  "vllm": ["format", "multiplied by", "KL", "at most", "unrounded of least", "KL from the source, fp8jax",
+           "vLLM"],
 }  # fmt: skip
 
 
@@ -84,11 +85,13 @@ def main(target: pathlib.Path, python: str = "", asked: str = "transformers"):
 
 def vllm_cells(row: dict) -> list[str]:
   if "error" in row:
-    return [row["recipe"], row["error"], *[""] * 4]
+    return [row["recipe"], f"refused: {row['error'].partition('folder: ')[2][:160]}", *[""] * 5]
   gate, fidelity = row["gate"], row["gate"]["fidelity"]
   of = "served_" if "served_kl" in fidelity else ""
   by = "; ".join(f"`{k}`: {v}" for k, v in gate["vllm"]["layers"].items())
-  return [row["recipe"], by, f"{fidelity[of + 'kl']:.1e}", f"{fidelity[of + 'bound']:.1e}",
+  bounded = [f"{fidelity[of + k]:.1e}" for k in ("kl", "bound")]
+  unrounded = " of ".join(f"{fidelity[f'unrounded_{k}']:.1e}" for k in ("kl", "least") if of)
+  return [row["recipe"], by, *bounded, unrounded,
           f"{gate.get('served', gate['fp8jax'])['kl']:.3f}",
           f"{gate['vllm']['kl']:.3f}"]  # fmt: skip
 

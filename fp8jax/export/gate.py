@@ -13,9 +13,9 @@ the package's scale, the largest magnitude / 127.5, where servers and our pass d
 
 vLLM (export.client) computes in bfloat16, as it serves, with quantized activations: its KL is at
 most FIDELITY times that of our own pass of the folder in bfloat16, logits too, against float32, or
-what the rounding of activations costs. From our pass without that rounding it differs by at least a
-FIDELITY-th of that cost, or activations are not rounded there. And it tells of every matrix by what
-it was multiplied.
+what the rounding of activations costs. Where that is _APART times what bfloat16 costs, its KL from
+our pass without that rounding is at least their geometric mean, or activations are not rounded
+there. And it tells of every matrix by what it was multiplied.
 
 Cost: how far is the folder from its source? The mean over tokens of KL(source || folder), in nats,
 with the bootstrap interval over windows, and the share of tokens whose most likely successor is the
@@ -52,6 +52,8 @@ FIDELITY = 3.0
 # SmolLM2's products differ by 0.03 of the rounding's cost at most, for ties (2026_ptq); a scale
 # that is 0.4 % larger makes it about 0.5, since the largest codes then round otherwise.
 PRODUCT = 0.1
+# Rounding that costs so many times what bfloat16 costs is told from it.
+_APART = 4.0
 # Nats per token: float32 sums in another order differ by as much in SmolLM2 (5e-11, with a floor of
 # 3.5e-11), and one ulp may flip nothing in a small model.
 _LEAST = 3e-11
@@ -184,10 +186,13 @@ class Gate:
       params = served_pass.load(wide, folder)
     ours = [params_lib.on_host(x) for x in self._forward(wide, served)(params)]
     in_16 = map(_in_16, self._forward(narrow, served_in_16)(params))
-    most, rounding = max(self._kl(ours, in_16), _LEAST), 0.0
+    most, plain, least = max(self._kl(ours, in_16), _LEAST), ours, 0.0
     if served is not None:
       plain = [params_lib.on_host(x) for x in self._forward(wide)(weights)]
       rounding = self._kl(plain, ours)
+      of_bf16 = self._kl(plain, map(_in_16, self._forward(narrow)(weights)))
+      # Of activations that stay in 16 bits the one is seen, of rounded ones the other.
+      least = math.sqrt(rounding * of_bf16) if of_bf16 < rounding / _APART else 0.0
       most = max(most, rounding)
     if jax.process_index() == 0:
       tokens_BL = np.concatenate([b.tokens_BL for b in self._batches])
@@ -202,15 +207,15 @@ class Gate:
       of = "" if served is None else "served_"
       found, bounds = {f"{of}kl": self._kl(ours, made)}, {f"{of}bound": FIDELITY * most}
       if served is not None:
-        found["unrounded_kl"] = self._kl(plain, made)
+        found |= {"unrounded_kl": self._kl(plain, made), "unrounded_least": least}
       self.report["fidelity"] = found | bounds
       self._judge_client(found, bounds)
-      if served is not None and found["unrounded_kl"] < rounding / FIDELITY:
+      if found.get("unrounded_kl", 0.0) < least:
         raise UserError(
-          "export refused, nothing was written: vllm leaves activations unquantized: of our pass "
+          "export refused, nothing was written: vllm leaves activations unquantized: from our pass "
           f"without their rounding it differs by KL {found['unrounded_kl']:.2e} nats per token, "
-          f"and their rounding alone costs {rounding:.2e}; check the folder on the device that "
-          "serves, or export a recipe of weights alone"
+          f"less than {least:.2e}, the geometric mean of what bfloat16 and their rounding cost; "
+          "check the folder on the device that serves, or export a recipe of weights alone"
         )
 
   def _judge_products(self, ratios: Mapping[str, float]):

@@ -396,7 +396,7 @@ def test_vllm_serves_what_fp8jax_computes_within_what_16_bits_and_rounding_cost(
   of = "served_" if recipe == "int8" else ""
   found, bound = gate["fidelity"][f"{of}kl"], gate["fidelity"][f"{of}bound"]
   assert [found, bound] == [pytest.approx(b, rel=1e-3) for b in bounds[0]]
-  assert 0 < found < bound and len(gate["fidelity"]) == 2 + (recipe == "int8")
+  assert 0 < found < bound and len(gate["fidelity"]) == 2 + 2 * (recipe == "int8")
   row = gate["vllm"]
   assert (row["torch"], row["vllm"], row["device"]) == ("1.5", "1.5", "cpu")
   assert row["layers"] == {"CompressedTensorsLinearMethod, W8A8, CPUKernel": 14}
