@@ -61,8 +61,8 @@ def one(target: pathlib.Path, recipe: str, python: str, client: str) -> dict:
 HEADS = {
   "transformers": ["format", "matrices", "KL of the weights", "at most", "products",
                    "KL as served", "at most", "KL from the source, fp8jax", "transformers"],
-  "vllm": ["format", "multiplied by", "KL", "at most", "unrounded of least", "KL from the source, fp8jax",
-           "vLLM"],
+  "vllm": ["format", "multiplied by", "KL", "at most", "unrounded of least",
+           "KL from the source, fp8jax", "vLLM"],
 }  # fmt: skip
 
 

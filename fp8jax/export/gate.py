@@ -52,7 +52,7 @@ FIDELITY = 3.0
 # SmolLM2's products differ by 0.03 of the rounding's cost at most, for ties (2026_ptq); a scale
 # that is 0.4 % larger makes it about 0.5, since the largest codes then round otherwise.
 PRODUCT = 0.1
-# Rounding that costs so many times what bfloat16 costs is told from it.
+# Rounding that costs so many times what bfloat16 costs can be seen beside it.
 _APART = 4.0
 # Nats per token: float32 sums in another order differ by as much in SmolLM2 (5e-11, with a floor of
 # 3.5e-11), and one ulp may flip nothing in a small model.

@@ -355,7 +355,8 @@ def test_matrices_that_vllm_multiplies_otherwise_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-  "recipe, spoil", [("int8", ""), ("mxfp4_ste", "unrounded"), ("w4a16", ""), ("w4a16", "logits")]
+  "recipe, spoil",
+  [("int8", ""), ("mxfp4_ste", ""), ("mxfp4_ste", "unrounded"), ("w4a16", ""), ("w4a16", "logits")],
 )
 def test_vllm_serves_what_fp8jax_computes_within_what_16_bits_and_rounding_cost(
   export, tmp_path, monkeypatch, recipe, spoil
@@ -372,10 +373,16 @@ def test_vllm_serves_what_fp8jax_computes_within_what_16_bits_and_rounding_cost(
       sites, params = served_pass.sites, served_pass.load(spec, folder)
     ours, in_16 = ([*gate._forward(s, sites and sites(s, plan))(params)] for s in (wide, narrow))
     in_16 = [np.asarray(x.astype("bfloat16"), np.float32) for x in in_16]
-    costs = [_kl(gate, ours, in_16), _kl(gate, gate._forward(wide)(plain), ours)]
-    bounds.append([costs[0], 3 * max(costs)])
+    of = [[*gate._forward(s)(plain)] for s in (wide, narrow)]
+    of[1] = [np.asarray(x.astype("bfloat16"), np.float32) for x in of[1]]
+    costs = [_kl(gate, ours, in_16), _kl(gate, of[0], ours), _kl(gate, *of)]
+    is_asked = costs[1] > 4 * costs[2]
+    assert is_asked == (recipe == "mxfp4_ste")
+    bounds.append({"kl": costs[0], "bound": 3 * max(costs[:2]),
+                   "unrounded_kl": _kl(gate, of[0], in_16),
+                   "unrounded_least": (costs[1] * costs[2]) ** 0.5 * is_asked})  # fmt: skip
     if spoil == "unrounded":
-      in_16 = [np.asarray(x) for x in gate._forward(narrow)(plain)]
+      in_16 = of[1]
     made = np.concatenate(in_16) * (-1 if spoil == "logits" else 1)
     np.save(tmp_path / "vllm" / "logits.npy", made)
     return server(gate, folder, versions, read, plan)
@@ -393,10 +400,12 @@ def test_vllm_serves_what_fp8jax_computes_within_what_16_bits_and_rounding_cost(
     return
   assert done.code == 0, done.stderr
   gate = json.loads(done.stdout)["gate"]
-  of = "served_" if recipe == "int8" else ""
-  found, bound = gate["fidelity"][f"{of}kl"], gate["fidelity"][f"{of}bound"]
-  assert [found, bound] == [pytest.approx(b, rel=1e-3) for b in bounds[0]]
-  assert 0 < found < bound and len(gate["fidelity"]) == 2 + 2 * (recipe == "int8")
+  of, fidelity = "served_" * (recipe != "w4a16"), gate["fidelity"]
+  for name, value in bounds[0].items():
+    if of or not name.startswith("unrounded"):
+      found = fidelity.pop(name if name.startswith("unrounded") else of + name)
+      assert found == pytest.approx(value, rel=1e-3), name
+  assert not fidelity and 0 < bounds[0]["kl"] < bounds[0]["bound"]
   row = gate["vllm"]
   assert (row["torch"], row["vllm"], row["device"]) == ("1.5", "1.5", "cpu")
   assert row["layers"] == {"CompressedTensorsLinearMethod, W8A8, CPUKernel": 14}
