@@ -227,7 +227,7 @@ from fp8jax.errors import UserError
 ocp, told = checkpoint.ocp, 0
 tree = {str(i): jax.random.normal(jax.random.key(i), (4000,)) for i in range(6)}
 saved = checkpoint.Checkpoints(sys.argv[1])
-saved._manager.save(2, args=ocp.args.Composite(params=ocp.args.StandardSave(tree)))
+saved._manager.save(2, args=ocp.args.Composite(params=ocp.args.PyTreeSave(tree)))
 saved.wait()
 for path in (saved._manager.directory / "2" / "params" / "d").iterdir():
   path.write_bytes(b"x" * len(path.read_bytes()))
@@ -251,7 +251,7 @@ def test_a_disk_that_fills_while_saving_ends_in_one_line(tmp_path, capfd, when):
 
   def save(step, size):
     w = jax.random.normal(jax.random.key(0), size)  # which does not compress
-    items = dict(params=checkpoint.ocp.args.StandardSave({"w": w}))
+    items = dict(params=checkpoint.ocp.args.PyTreeSave({"w": w}))
     saved._manager.save(step, args=checkpoint.ocp.args.Composite(**items))  # noqa: SLF001
 
   save(1, 8)

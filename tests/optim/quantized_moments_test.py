@@ -129,8 +129,8 @@ def _items(state):
   """What a run saves, without a place in data."""
   ocp = checkpoint.ocp
   return ocp.args.Composite(
-    params=ocp.args.StandardSave(state.params),
-    rest=ocp.args.StandardSave(checkpoint._rest(state)),
+    params=ocp.args.PyTreeSave(state.params),
+    rest=ocp.args.PyTreeSave(checkpoint._rest(state)),
   )
 
 
