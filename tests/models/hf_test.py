@@ -303,7 +303,11 @@ def test_dtype_of_a_folder_holds_all_of_its_weights(tmp_path, matrices, norms, w
     for k, v in _tensors(folder).items()
   }
   safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-  assert hf_weights.load_params(folder, hf_config.read_config(folder))[1] == want
+  params, dtype = hf_weights.load_params(folder, hf_config.read_config(folder))
+  assert dtype == want and {str(x.dtype) for x in jax.tree.leaves(params)} == {"float32"}
+  for i, down in enumerate(params["layers"]["mlp"]["down"]):
+    stored = tensors[f"model.layers.{i}.mlp.down_proj.weight"].astype(np.float32)
+    np.testing.assert_array_equal(down, stored.T)
 
 
 def test_import_takes_finite_values_whose_sum_overflows():
