@@ -50,11 +50,11 @@ test-all: setup $(MODEL)/model.safetensors
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[eval,lm_eval]"
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not aot and not browser" --durations=10 $(ARGS)
 
-# CUDA wheels and tokamax's attention, no GPU: compiles for H200 topologies.
+# CUDA wheels and tokamax's attention, no GPU: compiles for H200 topologies, reads machine code.
 test-aot: AOT = aot and not slow
 test-aot-all: AOT = aot
 test-aot test-aot-all: setup
-	$(BIN)/python -m pip install -q "jax[cuda13]==$(JAX)" -e ".[attention]"
+	$(BIN)/python -m pip install -q "jax[cuda13]==$(JAX)" "nvidia-cuda-nvdisasm<14" -e ".[attention]"
 	$(BIN)/python -m pytest -q -n auto -m "$(AOT)" --durations=5 $(ARGS)
 
 # On a Hopper GPU: the kernels' own suites, compiled and run instead of interpreted, in one process.

@@ -38,6 +38,7 @@ class Layout:
       weight gathers are then the caller's.
     microbatches: parts of a step's tokens, one after the other; an array has those of one.
     in_flight: collectives that a GPU's schedule may have under way at once.
+    spare: multiprocessors that a GEMM leaves to collectives.
     wire: Quant in which devices send each other their terms of a weight's gradient; None: float32.
   """
 
@@ -47,6 +48,7 @@ class Layout:
   is_manual: bool = False
   microbatches: int = 1
   in_flight: int = 1
+  spare: int = 0
   wire: Any = None
 
   def weight_axes(self, letter: str) -> tuple[str, ...]:

@@ -104,6 +104,11 @@ def _gemm_families(is_dry: bool) -> dict[str, dict[str, Any]]:
     "gemm_few": _products("gemm_few", DRY_SHAPES if is_dry else FEW, both(None)),
     "gemm_tile112": _products("gemm_tile112", shapes[:1], tile(112, 4)),
     "gemm_tile160": _products("gemm_tile160", shapes[:1], tile(160, 4)),
+    # A tile of several of B's blocks, by the warp that copies.
+    "gemm_blocks": _products("gemm_blocks", shapes[:1], [
+      (f"{n}/cluster{c}", "fwd", {**WARPGROUP, "tile_n": n, "cluster_m": c})
+      for n in (160, 192) for c in (1, 2)
+    ] + [("160/wgrad", "wgrad", {**WARPGROUP, "tile_n": 160, "stages": 3, "cluster_m": 2})]),
     # Each product with the producer that it does not have by default.
     "gemm_producers": _products("gemm_producers", shapes[:1], [
       ("fwd/inline", "fwd", INLINE), ("wgrad/warpgroup", "wgrad", WARPGROUP),
@@ -202,10 +207,11 @@ def _tile(tile_n=128, cluster_m=2, stages=4, raster=8, producer="inline", tile_m
 P3_CONFIGS = {
   "default": None,
   "128x128_cluster2": _tile(stages=5, producer="warpgroup"),
-  "128x160_cluster2_inline": _tile(160),
+  "128x192_cluster2": _tile(192, producer="warpgroup"),
   "128x128_cluster1": _tile(cluster_m=1, stages=5, producer="warpgroup"),
   "128x160_cluster2_warpgroup": _tile(160, producer="warpgroup"),
   "128x128_cluster2_inline": _tile(stages=5),
+  "128x160_cluster2_inline": _tile(160),
 }
 P2_CONFIGS = {
   "default": None,

@@ -22,7 +22,7 @@ def run(context: Context, product, shape, config=None) -> dict[str, Any]:
       raise Wrong(f"a sum is off by {errors[0]:.3g} of what 14 bits and rounding explain")
 
   dtype = programs.out_dtype(product)
-  chosen = config or str(tile_config.best(m, n, k, product != "wgrad", dtype))
+  chosen = config or str(tile_config.choice(m, n, k, product != "wgrad", dtype))
   found = measure.time_program(context, program, check=check)
   rate = 2 * m * n * k / found["ms"] / 1e9
   return {"tflops": rate, **found, "sum_error": errors[0], "config": chosen}

@@ -36,7 +36,7 @@ def read(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigError
   wire = storage.WIRES.get(c.optim.grad_wire)  # an unknown one is refused with its section
   layout = axes.Layout(
     make_mesh(shape), *tables, microbatches=c.grad_accum_steps,
-    in_flight=c.mesh.collectives_in_flight, wire=wire,
+    in_flight=c.mesh.collectives_in_flight, spare=c.mesh.spare_multiprocessors, wire=wire,
   )  # fmt: skip
   return layout.served() if needs.is_served(c) else layout
 

@@ -14,6 +14,7 @@ from fp8jax import console as console_lib
 from fp8jax.errors import EXTRAS, UserError
 from fp8jax.kernels import choose
 from fp8jax.kernels.device import Device
+from fp8jax.kernels.gemm import tile_config
 from fp8jax.recipe.gemm import PASSES, Recipe
 from fp8jax.recipe.library import RECIPES
 from fp8jax.run import machine, metrics
@@ -179,6 +180,8 @@ def show(here: Machine, out: rich.console.Console, in_clone: bool):
     out.print(f"the GPU is not used: {asked}")
   if note := choose.caution(here.device):
     out.print(f"caution: {note}")
+  if here.device.capability == 90 and (note := tile_config.note()):
+    out.print(f"kernels: {note}")
   rows = recipes(here.device)
   table = [[r.name, ", ".join(dict.fromkeys(r.backends)) or "refused"] for r in rows]
   out.print(console_lib.table("backends of a linear layer's products", ["recipe", ""], table))

@@ -373,6 +373,7 @@ def _product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype):
       accumulate=spec.gemm(gemm).accumulate,
       backend=spec.backend(gemm),
       out_dtype=out_dtype,
+      spare=spec.layout.spare,
     )
     return (jax.vmap(multiply) if a.batch else multiply)(a.value, b.value)
 

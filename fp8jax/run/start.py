@@ -12,6 +12,7 @@ from fp8jax import params as params_lib
 from fp8jax.data import loader
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.kernels.gemm import tile_config
 from fp8jax.models import transformer
 from fp8jax.ops import collectives, site_tree
 from fp8jax.ops import site as site_lib
@@ -170,6 +171,9 @@ def print_start(
   note = choose.caution(spec.device)
   if note and _fp8_backends(spec) - {*gemm_api.EMULATED}:  # it is about the hardware's products
     out.print(f"  {note}")
+  if spec.device.platform == "gpu" and "mosaic_sm90" in _fp8_backends(spec):
+    if note := tile_config.note():
+      out.print(f"  {note}")
   if reason := choose.lacks_dtype(spec.device, "bfloat16"):
     out.print(f"  {reason}: compute is {spec.run.dtype.name}, attention {spec.run.attention}")
   if changes:

@@ -56,7 +56,7 @@ LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.s
   optim.base_width distill.weight eval.tokens eval.every eval.questions checkpoint.every
   log.tensor_stats_every export.fold_smooth_batches search.beta search.delay search.entropy
   prepare.processes generate.max_length plan_inference.reserve rl.questions
-  rl.most_correction rl.max_resampling rl.overlong"""
+  rl.most_correction rl.max_resampling rl.overlong mesh.spare_multiprocessors"""
 ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
@@ -69,7 +69,7 @@ IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_on
   memory.save_gemm_inputs memory.weight_operands memory.loss_chunk optim.in_backward
   optim.on_nonfinite data.bos
   data.workers data.prefetch mesh.data mesh.fsdp mesh.tensor mesh.collectives_in_flight
-  sharding.weights sharding.acts"""
+  mesh.spare_multiprocessors sharding.weights sharding.acts"""
 NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "calibrate",
                "sensitivity", "search", "noise", "prepare", "generate", "plan_inference",
                "precision.verify_fp8_gemms")  # fmt: skip

@@ -10,6 +10,7 @@ from harness import text_config
 from fp8jax.config import resolve
 from fp8jax.jobs import doctor
 from fp8jax.kernels.device import Device
+from fp8jax.kernels.gemm import tile_config
 
 TENSOR = {
   "tensor_current", "tensor_current_e5m2", "tensor_delayed", "tensor_delayed_latest", "e4m3_static",
@@ -58,6 +59,8 @@ def test_report_on_a_gpu_names_what_runs_and_why_not(kind):
   device, opted = Device("gpu", capability), doctor.first_run(Device("gpu", capability), True)
   assert (opted != doctor.first_run(device)) == (capability in CAUTIONED)
   assert ("float16" in text.split("first run")[1]) == (capability == 75)
+  says = capability == 90 and not tile_config.has_register_pools()
+  assert ("kernels: jax" in text) == says
 
 
 @pytest.mark.parametrize("kind", GPUS)

@@ -13,7 +13,8 @@ CONFIGS = [
   Config(tile_n=160, stages=4, producer="inline", raster=1),
   Config(tile_n=256, stages=2),
   Config(stages=3, cluster_m=2),
-  Config(tile_n=192, stages=3, cluster_m=2, producer="inline"),
+  Config(tile_n=192, stages=3, cluster_m=2),
+  Config(tile_n=160, stages=4),
 ]
 # Rows and columns of the prologues' operands, which fill no tile.
 PROLOGUE = (141, 271)

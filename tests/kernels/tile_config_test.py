@@ -1,5 +1,6 @@
 """How the Hopper GEMM's work is cut up where nobody tuned it."""
 
+import functools
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.kernels.gemm import mosaic_sm90, tile_config, tile_program
 from fp8jax.kernels.gemm.tile_config import Config
@@ -19,44 +21,81 @@ def _dtype(product: str):
   return jnp.float32 if product == "wgrad" else jnp.bfloat16
 
 
-def _columns(config: Config, m: int, n: int) -> int:
-  """Columns of 128 rows that the busiest of 132 multiprocessors multiplies, tile by tile."""
+# Of a step of 128 rows, on shared memory's port: each consumer reads 64 rows of A and all of B for
+# its four instructions, TMA writes A and B; 128 bytes a clock. The tensor core takes 4 per column.
+CLOCKS = {112: 592, 128: 640, 160: 736, 192: 832}
+
+
+def _clocks(config: Config, m: int, n: int) -> int:
+  """Per step, of the busiest of 132 multiprocessors, tile by tile."""
   busy = [0] * (132 // config.cluster_m)
   rows, columns = (math.ceil(m / 128 / config.cluster_m), math.ceil(n / config.tile_n))
   for tile in range(rows * columns):
-    busy[tile % len(busy)] += config.tile_n
+    busy[tile % len(busy)] += CLOCKS[config.tile_n]
   return max(busy)
 
 
+@pytest.fixture(params=[True, False], ids=["pools", "linked"])
+def pools(monkeypatch, request):
+  monkeypatch.setattr(tile_config, "has_register_pools", lambda: request.param)
+  return request.param
+
+
 @pytest.mark.parametrize(
-  "product, m, n, share",
+  "product, m, n, tiles, clocks",
   [
     # InfiR2's: a second wave of 12 of 144 tiles, of 60 of 192, of 64 of 196.
-    ("wgrad", 1536, 1536, 160 / 256),
-    ("wgrad", 1536, 2048, 224 / 256),
-    ("wgrad", 896, 3584, 224 / 256),
-    # Nothing to win: 70 waves with hardly a tail; one wave.
-    ("fwd", 32768, 4608, 1),
-    ("wgrad", 768, 1536, 1),
+    ("wgrad", 1536, 1536, (160, 160), 736),
+    ("wgrad", 1536, 2048, (112, 112), 2 * 592),
+    ("wgrad", 896, 3584, (112, 112), 2 * 592),
+    # 70 waves with hardly a tail, and one wave.
+    ("fwd", 32768, 4608, (192, 128), None),
+    ("wgrad", 768, 1536, (128, 128), 640),
   ],
 )
-def test_a_last_wave_with_little_to_do_is_avoided(product, m, n, share):
-  is_tiled, out = product != "wgrad", _dtype(product)
-  before, found = tile_config.plain(is_tiled, out), tile_config.default(m, n, is_tiled, out)
-  assert _columns(found, m, n) == share * _columns(before, m, n)
-  assert tile_config.waves(found, m, n) * found.tile_n == _columns(found, m, n)
-  if share == 1:
-    assert found.tile_n == 128
+def test_the_port_and_a_last_wave_with_little_to_do_decide(pools, product, m, n, tiles, clocks):
+  found = tile_config.default(m, n, product != "wgrad", _dtype(product))
+  assert found.tile_n == tiles[0 if pools else 1]
+  want = {True: 47 * 832, False: 70 * 640}[pools] if clocks is None else clocks
+  assert _clocks(found, m, n) == want
 
 
-def test_no_shape_of_the_table_gets_longer_and_large_ones_share_what_they_load():
+def test_no_shape_of_the_table_gets_longer_and_large_ones_share_what_they_load(pools):
   for name, (product, m, n, _) in gemm_shapes.gemms().items():
     is_tiled, out = product != "wgrad", _dtype(product)
     before, found = tile_config.plain(is_tiled, out), tile_config.default(m, n, is_tiled, out)
     tile_config.check(found, out)
-    assert _columns(found, m, n) <= _columns(before, m, n), name
+    assert _clocks(found, m, n) <= _clocks(before, m, n), name
     # Pairs of rows of tiles, or one of them would be half empty.
     assert m * n < 2**24 or m % 256 or found.cluster_m == 2, name
+
+
+def test_a_shape_is_cut_as_the_nearest_that_was_measured(monkeypatch, tmp_path):
+  monkeypatch.setattr(tile_config, "_path", lambda: tmp_path / "gpu.json")
+  assert tile_config.choice(4096, 7168, 2048, True, jnp.bfloat16).source == "model"
+  near, far, other = Config(raster=3), Config(raster=5), Config(raster=7)
+  for mnk, is_tiled, config in (
+    ((4096, 7168, 2048), True, near), ((6144, 7168, 2048), True, far),
+    ((4096, 7168, 3072), False, other),
+  ):  # fmt: skip
+    tile_config.store(mnk, is_tiled, jnp.bfloat16, config, {"ms": 1.0})
+  ask = lambda *mnk, out=jnp.bfloat16: tile_config.choice(*mnk, True, out)  # noqa: E731
+  assert ask(4096, 7168, 2048) == (near, "measured")
+  assert ask(4096, 7168, 3072) == (near, "measured at 4096,7168,2048")
+  assert ask(5120, 7168, 2048) == (far, "measured at 6144,7168,2048")  # 1.2 and 1.25 times
+  assert ask(9216, 7168, 2048) == (far, "measured at 6144,7168,2048")  # at the bound
+  for mnk in ((9217, 7168, 2048), (4096, 7168, 1365)):
+    assert ask(*mnk).source == "model"
+  assert ask(4096, 7168, 2048, out=jnp.float32).source == "model"
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 1), (7, 1), (8, 8), (19, 6)])
+def test_tiles_are_in_the_order_of_a_planar_snake(rows, columns):
+  tiles = jnp.arange(rows * columns)
+  for width in (1, 3, 5, 8, 16):
+    order = lambda t, w=width: plgpu.planar_snake(t, (rows, columns), 0, w)  # noqa: E731
+    got = tile_program.snake(tiles, (rows, columns), width)
+    np.testing.assert_array_equal(got, jax.vmap(order)(tiles))
 
 
 def test_every_slot_begins_where_tma_may_write():
@@ -80,20 +119,22 @@ def test_a_slot_that_tma_may_not_write_is_refused(monkeypatch):
     tile_config.check(Config(tile_n=112, producer="inline"), jnp.float32)
 
 
-def test_what_is_chosen_is_known_not_to_spill():
+def test_what_is_chosen_is_known_not_to_spill(pools):
   table = json.loads(gemm_shapes.TABLE.read_text())["kernels"]
+  version = "0.11.2" if pools else "0.12.0.1"
   for product in ("fwd", "wgrad"):
     configs = {tile_config.default(m, n, product == "fwd", _dtype(product))
                for m in range(128, 8192, 384) for n in range(128, 8192, 640)}  # fmt: skip
     for c in configs | set(tile_config.candidates(product == "fwd", _dtype(product))):
       name = f"tiles/{c.tile_n}/cluster{c.cluster_m}/{c.producer}/{product}"
-      assert table[name]["spilled_bytes"] == 0, name
+      assert table[name][version]["spilled_bytes"] == 0, name
 
 
 def test_groups_are_cut_up_without_clusters_whatever_was_tuned(monkeypatch, interpreted):
   """The same M, N, K without groups may be fastest in a cluster."""
   looked = []
-  tuned = lambda *key: looked.append(key) or Config(cluster_m=2)  # noqa: E731
+  measured = tile_config.Choice(Config(cluster_m=2), "measured")
+  tuned = lambda *key: looked.append(key) or measured  # noqa: E731
   monkeypatch.setattr(tile_config, "lookup", tuned)
   assert tile_config.best(256, 128, 128, True, jnp.bfloat16).cluster_m == 2 and looked
   ones = np.ones((256, 128), np.float32)
@@ -109,8 +150,13 @@ class _Grid(Exception):
   """Of a kernel that would run."""
 
 
-@pytest.mark.parametrize("cores, cluster, programs", [(132, 1, 132), (132, 2, 66), (7, 2, 3)])
-def test_clusters_of_programs_share_the_multiprocessors(monkeypatch, cores, cluster, programs):
+@pytest.mark.parametrize(
+  "cores, cluster, spare, programs",
+  [(132, 1, 0, 132), (132, 2, 0, 66), (7, 2, 0, 3), (132, 1, 16, 116), (132, 2, 17, 57)],
+)
+def test_clusters_of_programs_share_the_multiprocessors(
+  monkeypatch, cores, cluster, spare, programs
+):
   """A kernel that stays has as many programs as run at once: more of them wait for an end."""
 
   def kernel(body, grid, cluster, **more):
@@ -122,20 +168,23 @@ def test_clusters_of_programs_share_the_multiprocessors(monkeypatch, cores, clus
     jnp.zeros((512, 256), jnp.float8_e4m3fn), jnp.ones((512, 2)), (1, 128)
   )
   b = scaled_matrix.ScaledMatrix(a.data, jnp.ones((4, 2)), (128, 128))
+  multiply = functools.partial(mosaic_sm90.matmul, a, b, out_dtype=jnp.bfloat16)
   with pytest.raises(_Grid) as e:
-    mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, config=Config(cluster_m=cluster))
+    multiply(config=Config(cluster_m=cluster), spare=spare)
   assert e.value.args == ((programs,), (cluster,))
+  with pytest.raises(ValueError, match=rf"spare_multiprocessors={cores - cluster + 1} of {cores}"):
+    multiply(config=Config(cluster_m=cluster), spare=cores - cluster + 1)
 
 
 @pytest.mark.parametrize("dtype, size", [(jnp.bfloat16, 2), (jnp.float32, 4)])
 @pytest.mark.parametrize("is_tiled", [True, False])
-def test_candidates_have_as_many_stages_as_fit_and_six_at_most(is_tiled, dtype, size):
+def test_candidates_have_as_many_stages_as_fit_and_six_at_most(pools, is_tiled, dtype, size):
   """Of 227 KiB: a slot holds 128 + n rows of 128 bytes and 512 + 1024 of scales."""
-  results = {112: 64 * 112, 128: 2 * 64 * 64, 160: 2 * 64 * 32}  # of a consumer, in its buffers
-  both = [(n, cluster, raster) for n in results for cluster in (1, 2) for raster in (4, 16)]
-  wanted = {(n, cluster, raster, "inline") for n, cluster, raster in both}
-  if is_tiled:
-    wanted |= {(n, cluster, raster, "warpgroup") for n, cluster, raster in both if n == 128}
+  # Of a consumer, in its buffers.
+  results = {112: 64 * 112, 128: 2 * 64 * 64, 160: 2 * 64 * 32, 192: 2 * 64 * 64}
+  columns = ((128, 160, 192) if pools else (128,)) if is_tiled else (128, 112, 160)
+  producers = {"warpgroup"} if is_tiled else {"inline", "warpgroup"} if pools else {"inline"}
+  wanted = set(itertools.product(columns, (1, 2), (4, 16), producers))
   ours = list(tile_config.candidates(is_tiled, dtype))
   assert len(ours) == len(wanted)
   assert {(c.tile_n, c.cluster_m, c.raster, c.producer) for c in ours} == wanted

@@ -236,6 +236,18 @@ def test_a_start_has_the_caution_where_a_phase_multiplies_on_fp8_hardware(
   assert ("not recommended" in out.getvalue()) == is_cautioned
 
 
+@pytest.mark.parametrize("arm, version, is_said", [
+  ("block_128", (0, 12, 0), True), ("block_128", (0, 11, 2), False), ("bf16", (0, 12, 0), False),
+])  # fmt: skip
+def test_a_start_on_hopper_says_which_jax_compiles_larger_tiles(monkeypatch, arm, version, is_said):
+  monkeypatch.setattr(jax, "devices", lambda: _devices(1, "NVIDIA H200"))
+  monkeypatch.setattr(jax, "__version_info__", version)
+  spec, out = _spec(1, "gpu", 90, arm, **TILED), io.StringIO()
+  console = rich.console.Console(file=out, width=2000)
+  run_start.print_start(console, spec, {}, "data", run_start.all_site_rows(spec))
+  assert ("tiles of 128x128; jax 0.11.2 fits 128x192" in out.getvalue()) == is_said
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import pytest
 from fp8jax import params as params_lib
 from fp8jax.compiled import collectives
 from fp8jax.kernels import choose
+from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.run import start
 from fp8jax.step import gradients, train_step
 
@@ -52,6 +53,21 @@ def test_collectives_in_flight_reach_the_compiler_of_a_step_on_a_gpu(monkeypatch
   )
   assert found["xla_gpu_experimental_parallel_collective_overlap_limit"] == 8
   assert found["xla_gpu_pipeline_reduce_scatter"].endswith("_OFF")
+
+
+def test_spare_multiprocessors_reach_every_product_that_reads_codes(monkeypatch):
+  multiply, asked = gemm_api.scaled_matmul, []
+
+  def seen(*operands, spare, **how):
+    asked.append(spare)
+    return multiply(*operands, spare=spare, **how)
+
+  monkeypatch.setattr(gemm_api, "scaled_matmul", seen)
+  c = harness.tiny_config("block_128", **{"mesh.spare_multiprocessors": 16})
+  spec = harness.tiny_spec(c, SHAPE)
+  state, batch = train_step.abstract_state(spec), harness.placed_uneven_batch(spec)
+  jax.eval_shape(functools.partial(gradients.gradients, spec), state.params, spec.sites(), batch)
+  assert asked and set(asked) == {16}
 
 
 def differentiated(spec):

@@ -34,11 +34,13 @@ WITH_VALUES = ("dequantized",)
 WITH_QUANTIZER = ("xla_sm90", "mosaic_sm90")
 # Backends that read a B gathered along K in its shards; the others need one matrix.
 WITH_SHARDS = ("mosaic_sm90",)
+# Backends whose programs stay on their multiprocessors until the product is done.
+HOLDING = ("mosaic_sm90",)
 
 
 def scaled_matmul(
   a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, *, accumulate: Accumulate,
-  backend: str, out_dtype=jnp.float32,
+  backend: str, out_dtype=jnp.float32, spare: int = 0,
 ):  # fmt: skip
   """[M, N] in out_dtype.
 
@@ -48,7 +50,9 @@ def scaled_matmul(
     accumulate: Accumulation.FAST, PRECISE, or K per partial sum that is promoted to float32.
     backend: a key of BACKENDS that supports this problem (see kernels/choose.py).
     out_dtype: float32 or bfloat16.
+    spare: multiprocessors that stay free, if the backend's kernel holds those that it is given.
   """
   if a.shape[1] != b.shape[1]:
     raise ValueError(f"contraction sizes differ: A is {a.shape}, B is {b.shape}, both [rows, K]")
-  return BACKENDS[backend].scaled_matmul(a, b, accumulate, out_dtype)
+  more = {"spare": spare} if backend in HOLDING else {}
+  return BACKENDS[backend].scaled_matmul(a, b, accumulate, out_dtype, **more)

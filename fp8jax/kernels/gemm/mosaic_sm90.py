@@ -51,16 +51,18 @@ def num_dots(problem) -> int:
 
 
 def scaled_matmul(
-  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, accumulate: Accumulate, out_dtype
-):
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, accumulate: Accumulate, out_dtype,
+  spare: int = 0,
+):  # fmt: skip
   """[M, N]; see `matmul`. Under vmap one product after the other."""
   del accumulate
-  return jax.custom_batching.sequential_vmap(functools.partial(matmul, out_dtype=out_dtype))(a, b)
+  multiply = functools.partial(matmul, out_dtype=out_dtype, spare=spare)
+  return jax.custom_batching.sequential_vmap(multiply)(a, b)
 
 
 def matmul(
   a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, *, out_dtype,
-  config: Config | None = None, add_to=None, groups=None, num_groups: int = 0,
+  config: Config | None = None, add_to=None, groups=None, num_groups: int = 0, spare: int = 0,
 ):  # fmt: skip
   """D [M, N] in out_dtype (bfloat16 or float32).
 
@@ -74,9 +76,11 @@ def matmul(
       [groups, N / 128, K / 128]; or, ascending, [K / 128] with num_groups.
     num_groups: D and add_to are [num_groups, M, N], the sum over K of each group; those without a
       step are left as they were.
+    spare: multiprocessors on which no program starts.
 
   Raises:
-    ValueError: a config that does not fit, an add_to that is not what D would be.
+    ValueError: a config that does not fit, an add_to that is not what D would be, no multiprocessor
+      left.
   """
   (m, k), n = a.data.shape, b.data.shape[-2]
   is_sum, shape = add_to is not None, (num_groups,) * bool(num_groups) + (m, n)
@@ -85,10 +89,10 @@ def matmul(
   is_tiled = b.tile[0] == BLOCK
   config = config or tile_config.best(m, n, k, is_tiled, out_dtype, groups is not None)
   tile_config.check(config, out_dtype, of_rows=groups is not None and not num_groups)
-  per_column = not is_tiled or config.tile_n != BLOCK
+  per_column = tile_config.is_per_column(config, is_tiled)
   a, b = _fitted(a, tile_config.UNIT_M), _fitted(b, tile_config.unit_n(out_dtype))
   operands = _operands(a, b, groups, per_column)
-  programs = num_cores() // config.cluster_m
+  programs = _programs(config.cluster_m, spare)
   whole = (*shape[:-2], a.data.shape[0], b.data.shape[-2])
 
   def scaled_matmul(*refs):
@@ -114,6 +118,17 @@ def matmul(
   d = jax.new_ref(jnp.pad(add_to, [(0, new - old) for old, new in zip(shape, whole)]))
   run(*operands, d)
   return jax.freeze(d)[..., :m, :n]
+
+
+def _programs(cluster: int, spare: int) -> int:
+  """Clusters of programs, as many as run at once."""
+  cores = num_cores()
+  if cores - spare < cluster:
+    raise ValueError(
+      f"mesh.spare_multiprocessors={spare} of {cores} leaves a GEMM fewer than its cluster of "
+      f"{cluster}; set a smaller number"
+    )
+  return (cores - spare) // cluster
 
 
 def _fitted(x: scaled_matrix.ScaledMatrix, unit: int) -> scaled_matrix.ScaledMatrix:

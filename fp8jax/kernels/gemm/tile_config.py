@@ -1,7 +1,7 @@
 """How the Hopper GEMM's work is cut up: what is possible, what was fastest, what to take otherwise.
 
-tuned/<device>.json holds {"M,N,K,kind": {"config": {...}, "ms": ..., "jax": ..., "commit": ...,
-"time": ..., "driver": ...}}, written by experiments/bench/kernels/run.py --tune.
+tuned/<device>.json holds {"M,N,K,B's tile,D's dtype": {"config": {...}, "ms": ..., "jax": ...,
+"commit": ..., "time": ..., "driver": ...}}, written by experiments/bench/kernels/run.py --tune.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import json
 import math
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ SUM_ERROR = 4 * 32 * 2.0**-13
 # Rows of A and of D, and K, must be multiples of these; `matmul` pads others with zeros.
 UNIT_M, UNIT_K = smem.ROWS, 64
 SMEM_BYTES = smem.BYTES
+NEAR = 1.5  # a shape that was measured speaks for others whose sizes are no more times as large
 _CORES = 132  # of an H100 or H200, where tiles are chosen that nobody timed
 _TUNED = pathlib.Path(__file__).parent / "tuned"
 
@@ -43,7 +44,7 @@ class Config:
     raster: M tiles that are worked on side by side, for L2.
     cluster_m: 2 lets two programs with neighbouring rows load each half of B's tile for both.
     producer: "warpgroup" of its own, or "inline" in the first consumer, which leaves 255 registers
-      per thread instead of 168.
+      per thread instead of 232 (of which the third gives 64) or 168 (see has_register_pools).
   """
 
   tile_m: int = 128
@@ -99,6 +100,17 @@ def slot_bytes(config: Config) -> dict[str, int]:
   }
 
 
+def is_per_column(config: Config, is_tiled: bool) -> bool:
+  """Whether B's scales come by TMA, one per column of the tile.
+
+  Of blocks they come so where the columns of one block are no whole stores, and where a consumer
+  copies besides: its registers do not hold several blocks' scales.
+  """
+  if not is_tiled or config.tile_n == BLOCK:
+    return not is_tiled
+  return bool(config.tile_n % 32) or config.producer == "inline"
+
+
 def scale_slot(columns: int) -> int:
   """float32 numbers in a slot of scales per column, of which the first `columns` are used."""
   return smem.padded(columns, smem.ALIGNMENT // 4)
@@ -116,11 +128,25 @@ def epilogue(config: Config) -> tuple[int, int]:
   return columns, 1 if columns == n and n > 64 else 2
 
 
+class Choice(NamedTuple):
+  """A configuration and its source: "measured", "measured at M,N,K" (the nearest), "model"."""
+
+  config: Config
+  source: str
+
+
 def best(m: int, n: int, k: int, is_tiled: bool, out_dtype, has_groups: bool = False) -> Config:
-  """The measured fastest config for this shape here, or `default`; groups have no measurement."""
+  """`choice` without its source; groups have no measurement."""
   if has_groups:
     return plain(is_tiled, out_dtype)
-  return lookup((m, n, k), is_tiled, out_dtype) or default(m, n, is_tiled, out_dtype)
+  return choice(m, n, k, is_tiled, out_dtype).config
+
+
+def choice(m: int, n: int, k: int, is_tiled: bool, out_dtype) -> Choice:
+  """The measured fastest config for this shape here, that of the nearest shape, or `default`."""
+  return lookup((m, n, k), is_tiled, out_dtype) or Choice(
+    default(m, n, is_tiled, out_dtype), "model"
+  )
 
 
 def default(m: int, n: int, is_tiled: bool, out_dtype) -> Config:
@@ -132,7 +158,7 @@ def default(m: int, n: int, is_tiled: bool, out_dtype) -> Config:
     return plain(is_tiled, out_dtype)
 
   def cost(config):
-    return _cost(config, m, n, is_tiled) * (1 if config.tile_n == BLOCK else 1.05)
+    return _cost(config, m, n) * (1 if config.tile_n == BLOCK else 1.05)
 
   best = min((plain(is_tiled, out_dtype), *candidates(is_tiled, out_dtype)), key=cost)
   # The tiles in flight cover about as many rows of A as of B.
@@ -140,15 +166,31 @@ def default(m: int, n: int, is_tiled: bool, out_dtype) -> Config:
   return dataclasses.replace(best, raster=raster)
 
 
-def plain(is_tiled: bool, out_dtype) -> Config:
-  """128x128, also for groups of rows.
+def has_register_pools() -> bool:
+  """Whether a warpgroup may hand its registers to the others (setmaxnreg).
 
-  Scales per column take registers that a third warpgroup would leave too few of. (Kernels may raise
-  their limit with setmaxnreg, but nvJitLink, which compiles them where it is installed, ignores
-  it: ptxas C7504.)
+  jax 0.12 compiles kernels to be linked, by nvJitLink where that is installed, and there ptxas
+  ignores the instruction (C7504): three warpgroups have 168 registers a thread, whatever they ask.
   """
+  return jax.__version_info__ < (0, 12)
+
+
+def note() -> str | None:
+  """For the start of a run: larger tiles, which another jax compiles. None if this one does."""
+  if has_register_pools():
+    return None
+  return (
+    f"jax {jax.__version__} compiles the GEMM with tiles of 128x128; jax 0.11.2 fits 128x192 into "
+    "registers, which takes a seventh less of shared memory's time per product (not timed)"
+  )
+
+
+def plain(is_tiled: bool, out_dtype) -> Config:
+  """128x128, also for groups of rows."""
   if is_tiled:
     return Config(stages=5 if jnp.dtype(out_dtype).itemsize == 2 else 4)
+  # Scales per column take registers of which three warpgroups have too few without pools; with
+  # them, and four warps that copied, inline was a fiftieth faster on an H200.
   return Config(stages=4, producer="inline")
 
 
@@ -158,17 +200,18 @@ def waves(config: Config, m: int, n: int) -> int:
   return -(-rows * columns // (_CORES // config.cluster_m))
 
 
-def _cost(config: Config, m: int, n: int, is_tiled: bool) -> float:
-  """Time of the product, in columns of 128 rows that are multiplied.
+def _cost(config: Config, m: int, n: int) -> float:
+  """Clocks of the product for each 128 of K.
 
-  A step multiplies tile_n columns, and loads A's rows and B's columns, of which a cluster shares
-  the latter. Most of that happens while the tensor core is busy: an eighth is a guess, as is what
-  scales per column cost, until tuning has measured.
+  A step keeps the tensor core busy for 4 clocks per column of 128 rows. Shared memory, 128 bytes a
+  clock, gives each consumer its rows of A and all of B, and takes what TMA brings. Loads count
+  a little besides: programs in a cluster share B, and were a hundredth faster on an H200.
   """
-  loaded = config.tile_m + config.tile_n / config.cluster_m
-  per_column = is_tiled and config.tile_n != BLOCK
-  step = config.tile_n * (1.05 if per_column else 1) + loaded / 8
-  return waves(config, m, n) * step
+  rows, columns = config.tile_m, config.tile_n
+  tensor_core = rows * columns * BLOCK / 4096
+  shared_memory = rows + 2 * columns * rows // BLOCK + rows + columns
+  loaded = rows + columns / config.cluster_m
+  return waves(config, m, n) * (max(tensor_core, shared_memory) + loaded / 8)
 
 
 def _key(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> str:
@@ -190,10 +233,23 @@ def _table(path: pathlib.Path) -> dict[str, Any]:
   return json.loads(path.read_text()) if path.exists() else {}
 
 
-def lookup(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> Config | None:
-  """The measured fastest config for this shape on the device that JAX computes on."""
-  row = _table(_path()).get(_key(mnk, is_tiled, out_dtype))
-  return Config(**row["config"]) if row else None
+def lookup(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> Choice | None:
+  """The measured fastest config on the device that JAX computes on: for this shape, or for that of
+  the same kind which is nearest by the ratios of M, N and K, none of them beyond NEAR."""
+  table, own = _table(_path()), _key(mnk, is_tiled, out_dtype)
+  if own in table:
+    return Choice(Config(**table[own]["config"]), "measured")
+
+  def distance(key: str) -> float:
+    pairs = [(int(there), here) for there, here in zip(key.split(","), mnk)]
+    return max(max(pair) / min(pair) for pair in pairs)
+
+  kind = own.split(",")[3:]
+  near = [k for k in table if k.split(",")[3:] == kind and distance(k) <= NEAR]
+  if not near:
+    return None
+  key = min(near, key=distance)
+  return Choice(Config(**table[key]["config"]), f"measured at {','.join(key.split(',')[:3])}")
 
 
 def store(mnk, is_tiled: bool, out_dtype, config, provenance: dict[str, Any]):
@@ -207,14 +263,16 @@ def store(mnk, is_tiled: bool, out_dtype, config, provenance: dict[str, Any]):
 
 
 def candidates(is_tiled: bool, out_dtype) -> Iterator[Config]:
-  """Configurations worth trying, with as many stages as fit; 192 columns spill with jax 0.11.2."""
-  for tile_n, cluster_m, producer, raster in itertools.product(
-    (128, 112, 160), (1, 2), ("warpgroup", "inline"), (4, 16)
-  ):
-    # Scales per column and a third warpgroup leave too few registers.
-    if producer == "warpgroup" and (tile_n > 128 or not is_tiled or tile_n == 112):
-      continue
-    for stages in (6, 5, 4):
+  """Configurations worth trying, with as many stages as fit, none of which spills: see
+  tests/golden/kernel_resources.json. 256 rows spill everywhere."""
+  pools = has_register_pools()
+  if is_tiled:
+    # Inline, 160 columns took a tenth longer per column on an H200, 112 columns a third.
+    columns, producers = ((128, 160, 192) if pools else (128,)), ("warpgroup",)
+  else:
+    columns, producers = (128, 112, 160), ("inline", "warpgroup") if pools else ("inline",)
+  for tile_n, producer, cluster_m, raster in itertools.product(columns, producers, (1, 2), (4, 16)):
+    for stages in (6, 5, 4, 3):
       config = Config(128, tile_n, stages, raster, cluster_m, producer)
       if smem_bytes(config, out_dtype) <= SMEM_BYTES:
         yield config

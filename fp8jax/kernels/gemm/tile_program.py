@@ -2,8 +2,8 @@
 
   grid      One program per SM, for good. It takes one output tile after the other, in an order in
             which tiles of one time share rows of A and columns of B in L2 (`place`).
-  threads   Three warpgroups of 128 threads: two multiply, one does nothing but start copies. Or
-            two alone, of which the first also starts copies (Config.producer).
+  threads   Three warpgroups of 128 threads: two multiply, a warp of the third starts copies. Or two
+            alone, of which the first also starts copies (Config.producer).
   step      One output tile is K / 128 steps. The steps of all tiles of a program go through one
             ring, so that copies for the next tile start while the last one is still being written.
             Nothing is divided from one step to the next: slots are counted (`after`), places are
@@ -14,7 +14,8 @@
   multiply  Each consumer has half of the tile's rows, in parts of 64, the height of a WGMMA. Per
             part a chain of WGMMAs starts from zero and runs over the 128 of K. While it runs, the
             scales are read into registers; then total += partial * (scale of A * scale of B).
-            B's scale of a block is loaded from global memory a round of two steps ahead.
+            B's scales, one for the columns of each block that the tile touches, are loaded from
+            global memory a round of two steps ahead.
   release   The consumer arrives at `empty`. It is the other consumer's WGMMA that keeps the tensor
             core busy while this one promotes.
   epilogue  Totals are cast, written to shared memory, and stored by TMA, which clips at M and N.
@@ -35,6 +36,7 @@ Either way the steps of a tile remain K / 128, and the ring does not notice.
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -145,12 +147,10 @@ class Program:
     return lax.div(rows * columns - first + self.programs - 1, self.programs)
 
   def place(self, tile):
-    """(row, column) of D where this program's tile number `tile` begins; beyond its last, of a tile
-    that is there: elsewhere planar_snake may divide by 0, from which the compiler concludes that
-    nobody asks, and drops what does."""
-    rows, columns = self.grid
-    tile = jnp.minimum(lax.axis_index("program") + tile * self.programs, rows * columns - 1)
-    i, j = plgpu.planar_snake(tile, self.grid, 0, self.config.raster)
+    """(row, column) of D where this program's tile number `tile` begins; beyond its last perhaps
+    nowhere in D."""
+    tile = lax.axis_index("program") + tile * self.programs
+    i, j = snake(tile, self.grid, self.config.raster)
     i = i * self.config.cluster_m + lax.axis_index("cluster")
     return i * self.config.tile_m, j * self.config.tile_n
 
@@ -190,7 +190,10 @@ class Program:
 
   def produce(self, shared: Shared):
     plgpu.set_max_registers(40, action="decrease")
+    # One warp: four would each compute the same addresses, in time that the consumers need.
+    plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: self.fetch_all(shared)))
 
+  def fetch_all(self, shared: Shared):
     def one_tile(tile, slot):
       row, column = self.place(tile)
 
@@ -216,8 +219,7 @@ class Program:
   def fetch(self, shared: Shared, step: Step):
     """Starts the copies of a step when its slot is free."""
     c, of = self.config, self.of
-    row, column = pl.multiple_of(step.row, c.tile_m), pl.multiple_of(step.column, c.tile_n)
-    kb, slot = step.kb, step.slot
+    kb, slot, row, column = step.kb, step.slot, step.row, step.column
     at_m, at_n, at_k = pl.ds(row, c.tile_m), pl.ds(column, c.tile_n), pl.ds(kb * BLOCK, BLOCK)
     both = "cluster" if c.cluster_m > 1 else None
     full = shared.full.at[slot]
@@ -240,8 +242,15 @@ class Program:
     none is moved to another register, for which it would have to have arrived."""
     return 1 if self.per_column else 2
 
+  @property
+  def chunks(self) -> list[slice]:
+    """Columns of a tile that are promoted together: of one block of B, if it has one scale."""
+    n = self.config.tile_n
+    width = n if self.per_column else math.gcd(n, BLOCK)
+    return [slice(start, start + width) for start in range(0, n, width)]
+
   def of_blocks(self, row, column, kb=0):
-    """B's block scales of `unroll` steps from kb on, () if they come by TMA.
+    """B's block scales of `unroll` steps from kb on, one for each chunk; () if they come by TMA.
 
     Beyond the last step, or the last tile, they are others, and nobody uses them.
     """
@@ -249,11 +258,15 @@ class Program:
       return ()
     m, n = self.of.d.shape[-2:]
     scales = self.of_group(self.of.b_scale, jnp.clip(row, 0, m - 1))
-    column = lax.div(jnp.clip(column, 0, n - 1), BLOCK)
-    return tuple(scales[jnp.minimum(kb + i, self.steps - 1), column] for i in range(self.unroll))
+    columns = [lax.div(jnp.clip(column + c.start, 0, n - 1), BLOCK) for c in self.chunks]
+    steps = [jnp.minimum(kb + i, self.steps - 1) for i in range(self.unroll)]
+    return tuple(tuple(scales[step, column] for column in columns) for step in steps)
 
   def fetch_inline(self, shared: Shared, wg, step: Step) -> Step:
     """The same by the first consumer, if there is such a step; the step after it."""
+    c = self.config
+    row, column = pl.multiple_of(step.row, c.tile_m), pl.multiple_of(step.column, c.tile_n)
+    step = step._replace(row=row, column=column)
     pl.when((wg == 0) & (step.tile < self.num_tiles))(lambda: self.fetch(shared, step))
     slot, kb = self.after(step.slot), step.kb + 1
 
@@ -284,13 +297,15 @@ class Program:
 
   def one_tile(self, shared: Shared, wg, tile, state: State) -> State:
     row, column = self.place(tile)
-    zero = jnp.zeros((WGMMA_ROWS, self.config.tile_n), jnp.float32)
-    zeros = (plgpu.layout_cast(zero, _WGMMA),) * (self.rows // WGMMA_ROWS)
+    width = self.chunks[0].stop
+    zero = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, width), jnp.float32), _WGMMA)
+    zeros = ((zero,) * len(self.chunks),) * (self.rows // WGMMA_ROWS)
 
     def store(d, totals):
       for part, total in enumerate(totals):
         at_m = row + wg * self.rows + part * WGMMA_ROWS
-        self.store(shared, wg, total.astype(d.dtype), part, d, pl.ds(at_m, WGMMA_ROWS), column)
+        total = [chunk.astype(d.dtype) for chunk in total]
+        self.store(shared, wg, total, part, d, pl.ds(at_m, WGMMA_ROWS), column)
       return zeros
 
     def step(kb, totals, state, of_block, load):
@@ -325,7 +340,7 @@ class Program:
     """(the totals with 128 of K more, the state after it, load()).
 
     Args:
-      of_block: B's scale, None if there is one per column.
+      of_block: B's scale of each chunk, None if there is one per column.
       load: starts loads that later steps need, None if there are none.
     """
     slot, fetched, of_blocks = state
@@ -345,10 +360,12 @@ class Program:
         plgpu.barrier_arrive(shared.empty.at[slot])
       if self.per_column:
         scale = lax.broadcast_in_dim(of_rows, partial.shape, [0])
-        scale = scale * lax.broadcast_in_dim(of_columns, partial.shape, [1])
+        scales = [scale * lax.broadcast_in_dim(of_columns, partial.shape, [1])]
       else:
-        scale = lax.broadcast_in_dim(of_rows * of_block, partial.shape, [0])
-      new.append(total + partial * scale)
+        shape = total[0].shape
+        scales = [lax.broadcast_in_dim(of_rows * scale, shape, [0]) for scale in of_block]
+      partials = [partial[:, chunk] for chunk in self.chunks]
+      new.append(tuple(t + p * scale for t, p, scale in zip(total, partials, scales)))
     return tuple(new), State(self.after(slot), fetched, of_blocks), loaded
 
   def multiply(self, shared: Shared, wg, slot, part: int, fetched, load, acc):
@@ -380,7 +397,8 @@ class Program:
       there = d.at[at_m, pl.ds(column + c * columns, columns)]
       # The last store of the tile before may have been from this buffer, too; it is long done.
       plgpu.wait_smem_to_gmem(buffers - 1 if count else 0, wait_read_only=True)
-      chunk = value[:, c * columns : (c + 1) * columns]
+      chunk, start = divmod(c * columns, self.chunks[0].stop)
+      chunk = value[chunk][:, start : start + columns]
       if self.is_sum:
         loaded = shared.loaded.at[wg * buffers + buffer]
         plgpu.copy_gmem_to_smem(there, shared.d.at[wg, buffer], loaded)
@@ -389,3 +407,25 @@ class Program:
       shared.d[wg, buffer] = chunk
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(shared.d.at[wg, buffer], there)
+
+
+def snake(tile, grid: tuple[int, int], width: int):
+  """(row, column) in a grid of [rows, columns] of tile number `tile`, for locality: down `width`
+  rows, column after column, back again in the next `width` rows.
+
+  That of `plgpu.planar_snake`, but for divisors, which are constants here. Code that is compiled
+  to be linked divides by anything else in a function of its own, and where there is a call, ptxas
+  lets no matrix instruction run beside another (C7509).
+  """
+  rows, columns = grid
+  strips, left = divmod(rows, width)
+  full = strips * width * columns
+  strip, within = lax.div(tile, width * columns), lax.rem(tile, width * columns)
+  column, row = lax.div(within, width), lax.rem(within, width)
+  if left:
+    is_full, within = tile < full, tile - full
+    strip = jnp.where(is_full, strip, strips)
+    column = jnp.where(is_full, column, lax.div(within, left))
+    row = jnp.where(is_full, row, lax.rem(within, left))
+  column = jnp.where(strip % 2 == 0, column, columns - 1 - column)
+  return strip * width + row, column
