@@ -1,17 +1,26 @@
 """Weights of SmolLM2 at exact ties of E4M3, and the codes that a small update moves.
 
 command: PYTHONPATH=. python experiments/2026_qad/ties.py
+         PYTHONPATH=. python experiments/2026_qad/ties.py OUT   writes a model without ties to OUT
 needs:   assets/smollm2-135m (make run fetches it); NumPy alone
 
 A BF16 number has seven bits of mantissa, E4M3 has three: under a scale that is a power of two, one
-in sixteen lies half way between two codes. Any update decides where it goes.
+in sixteen lies half way between two codes. Any update decides where it goes. OUT has float32
+weights, uniform within half a step of BF16, so that BF16 rounds nearly all to what they were.
 """
+
+import json
+import pathlib
+import shutil
+import sys
 
 import ml_dtypes
 import numpy as np
+from safetensors.numpy import save_file
 
 from fp8jax.models.hf import tensors
 
+MODEL = pathlib.Path("assets/smollm2-135m")
 UPDATE = np.float32(2e-5)  # Adam's first one at the rate of config.py, in random directions here
 
 
@@ -20,7 +29,7 @@ def codes(value, scale):
 
 
 def main():
-  folder, rng = tensors.Folder("assets/smollm2-135m"), np.random.default_rng(0)
+  folder, rng = tensors.Folder(str(MODEL)), np.random.default_rng(0)
   size, ties, moved = 0, 0, np.zeros(2, int)
   for name in folder.files:
     if not name.endswith("_proj.weight"):
@@ -41,5 +50,23 @@ def main():
         "channel")  # fmt: skip
 
 
+def write(out: pathlib.Path):
+  """The model with weights of its layers' products anywhere within half a step of BF16."""
+  folder, rng, found = tensors.Folder(str(MODEL)), np.random.default_rng(0), {}
+  for name in folder.files:
+    stored = folder.read(name)
+    found[name] = stored.astype(np.float32)
+    if name.endswith("_proj.weight"):
+      above = (stored.view(np.uint16) + np.uint16(1)).view(ml_dtypes.bfloat16).astype(np.float32)
+      step = np.abs(above - found[name])
+      found[name] += rng.uniform(-0.5, 0.5, stored.shape).astype(np.float32) * step
+  out.mkdir(parents=True)
+  save_file(found, out / "model.safetensors")
+  for file in ("tokenizer.json", "tokenizer_config.json"):
+    shutil.copy(MODEL / file, out / file)
+  config = json.loads((MODEL / "config.json").read_text()) | {"torch_dtype": "float32"}
+  (out / "config.json").write_text(json.dumps(config))
+
+
 if __name__ == "__main__":
-  main()
+  write(pathlib.Path(sys.argv[1])) if sys.argv[1:] else main()
