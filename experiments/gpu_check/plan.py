@@ -54,7 +54,7 @@ class Family:
 # with partial last tiles along M and N.
 FULL, PARTIAL = (2304, 1792, 1024), (2200, 1728, 1024)
 # One tile for some programs and none for others, part of the last 128 of K, of M and N.
-FEW = ((2048, 128, 192), (2048, 64, 192), (520, 320, 1088))
+FEW = ((2048, 128, 192), (2048, 64, 192), (520, 320, 1088), (16384, 192, 192))
 # Eight busy clusters of 66; one tile, whose cluster has a second program without rows.
 IDLE = ((456, 448, 384), (128, 128, 256))
 DRY_SHAPES = ((136, 192, 256),)
@@ -117,6 +117,7 @@ def _gemm_families(is_dry: bool) -> dict[str, dict[str, Any]]:
     ]),
     "gemm_add_to": _products("gemm_add_to", shapes[:1], [
       ("wgrad", "wgrad", None), ("wgrad/cluster2", "wgrad", {**INLINE, "cluster_m": 2}),
+      ("wgrad/warpgroup", "wgrad", {**WARPGROUP, "tile_n": 160, "stages": 3}),
     ]),
     # M is the number of tokens here, N and K an expert's sizes.
     "gemm_groups": _products("gemm_groups", [(300, 192, 256)] if is_dry else [(2000, 1536, 1024)], [

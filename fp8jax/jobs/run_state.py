@@ -125,7 +125,8 @@ class RunState:
     # Of a master in two the quantizer reads the BF16 half.
     is_split = any(x.master == storage.REMAINDER for x in jax.tree.leaves(self.spec.leaves))
     weights = jnp.bfloat16 if is_split else jnp.float32
-    if count := self_test.products(expected_gemms.uses(self.spec, phase), weights=weights):
+    uses, spare = expected_gemms.uses(self.spec, phase), self.spec.run.layout.spare
+    if count := self_test.products(uses, weights=weights, spare=spare):
       self._out.print(f"kernels: {count} kinds of product tried on this device, all exact")
     leaf = next((x for x in jax.tree.leaves(self.spec.leaves) if x.backend != "xla"), None)
     if leaf is not None and not self.sites:  # once

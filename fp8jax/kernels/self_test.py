@@ -40,7 +40,7 @@ _DEFINITIONS = {
 
 def products(
   uses: Mapping[tuple[str, Gemm], Collection[tuple[int, int, int]]], sizes=_SIZES, matrix=_MATRIX,
-  weights=jnp.float32,
+  weights=jnp.float32, spare: int = 0,
 ) -> int:  # fmt: skip
   """Tries our kernels in everything that a run does with them; how many kinds of product.
 
@@ -48,6 +48,7 @@ def products(
     uses: (backend, product) -> the (M, N, K) it is called with. Other backends are skipped.
     sizes, matrix: of what is tried, see `hopper` and `quantizer`.
     weights: dtype of those that the quantizer reads.
+    spare: multiprocessors that a run's GEMMs leave free.
 
   Raises:
     UserError: a kernel computes something else.
@@ -55,7 +56,7 @@ def products(
   own = {use: shapes for use, shapes in uses.items() if use[0] in ("mosaic_sm90", "xla_sm90")}
   for (backend, gemm), shapes in own.items():
     if backend == "mosaic_sm90":
-      hopper(gemm, shapes, sizes, weights)
+      hopper(gemm, shapes, sizes, weights, spare)
   # In the order of the run, each once.
   for quant in dict.fromkeys(cast(Quant, q) for _, g in own for q in (g.lhs, g.rhs)):
     quantizer(quant, matrix)
@@ -66,7 +67,7 @@ def products(
 
 def hopper(
   gemm: Gemm, shapes: Collection[tuple[int, int, int]] = (), sizes: tuple[int, int, int] = _SIZES,
-  weights=jnp.float32,
+  weights=jnp.float32, spare: int = 0,
 ) -> None:  # fmt: skip
   """Multiplies with the Hopper quantizer and GEMM, and in float64 on the host.
 
@@ -76,6 +77,7 @@ def hopper(
       program has a second one are tried themselves, over part of K: theirs is another program.
     sizes: M, N, K of what is multiplied, into BF16 and float32.
     weights: their dtype, where the product has one; activations and gradients are BF16.
+    spare: multiprocessors that stay free.
 
   Raises:
     UserError: they differ; says where.
@@ -83,9 +85,13 @@ def hopper(
   is_tiled = cast(Quant, gemm.rhs).tile[0] == tile_config.BLOCK
   # As runs have them: gradients of weights are float32.
   dtype = jnp.bfloat16 if is_tiled else jnp.float32
-  ways = [(d, tile_config.best(*sizes, is_tiled, d)) for d in (jnp.bfloat16, jnp.float32)]
-  ways += [(dtype, tile_config.best(*shape, is_tiled, dtype)) for shape in sorted(shapes)]
-  multiply = functools.partial(_multiply, gemm, b_dtype=weights if is_tiled else jnp.bfloat16)
+  # Into float32 also where rows are rotated back or a gain follows.
+  both = (jnp.bfloat16, jnp.float32)
+  tried = [(sizes, d) for d in both]
+  tried += [(shape, d) for shape in sorted(shapes) for d in (both if is_tiled else (dtype,))]
+  ways = [(d, tile_config.best(*shape, is_tiled, d)) for shape, d in tried]
+  b_dtype = weights if is_tiled else jnp.bfloat16
+  multiply = functools.partial(_multiply, gemm, b_dtype=b_dtype, spare=spare)
   multiply(sizes, ways)
   for m, n, k in sorted(shapes):
     config = tile_config.best(m, n, k, is_tiled, dtype)
@@ -93,7 +99,7 @@ def hopper(
       multiply((m, n, min(k, 256 + k % tile_config.BLOCK)), [(dtype, config)])
 
 
-def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways, b_dtype):
+def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways, b_dtype, spare: int):
   """Multiplies matrices of M, N, K in each way, a dtype and a tile config; raises as `hopper`."""
   m, n, k = sizes
   a, b = _lattice(m, k), _lattice(n, k)
@@ -104,7 +110,8 @@ def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways, b_dtype):
   operands = make(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, b_dtype))
   want = np.inner(a.astype(np.float64), b.astype(np.float64))
   for dtype, config in dict.fromkeys(ways):
-    multiply = functools.partial(mosaic_sm90_lib.matmul, out_dtype=dtype, config=config)
+    how = dict(out_dtype=dtype, config=config, spare=spare)
+    multiply = functools.partial(mosaic_sm90_lib.matmul, **how)
     got = np.asarray(jax.jit(multiply)(*operands).astype(jnp.float32))
     # Sums are exact in float32, so that BF16 is rounded once, here and there.
     rounded = want.astype(dtype).astype(np.float32)

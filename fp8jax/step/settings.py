@@ -292,9 +292,8 @@ class Mesh:
     "8 puts more bytes beside products than 1 (experiments/guide/meshes.md). Experimental in XLA, "
     "and run by us on no GPU. Nothing elsewhere.", least=1)
   spare_multiprocessors: int = key(0, "On several GPUs, multiprocessors on which the Hopper GEMM "
-    "starts no program. It holds the others for as long as it runs, so that a collective beside it "
-    "waits for these, or it for the collective. NCCL takes one per channel. Run by us on no GPU",
-    least=0)
+    "starts no program. A GEMM holds its multiprocessors until it ends, and a collective that "
+    "finds none free waits. NCCL takes one per channel. Run by us on no GPU.", least=0)
 
 
 @section("sharding", EXECUTION, mapped=True)

@@ -109,6 +109,21 @@ def test_settings_that_cannot_train_a_reward_head_are_refused(files, changes, sa
 
 
 @pytest.mark.slow
+def test_a_reward_head_has_the_losses_of_its_weights_however_a_step_makes_them(files, tmp_path):
+  """Quantized once or by each product; microbatches summed in place or, without remat, after."""
+  changes = {"steps": 3, "grad_accum_steps": 2, "kernels.matmul": "reference"}
+  found = []
+  for n, (form, remat) in enumerate((("per_step", "full"), ("per_product", "full"),
+                                     ("per_product", "none"))):  # fmt: skip
+    how = {"memory.weight_operands": form, "memory.remat_policy": remat}
+    code, _, err = debug_runs.run_job("rl", config(files, **changes | how), tmp_path / str(n))
+    assert code == 0, err
+    found.append([row["loss"] for row in debug_runs.rows(tmp_path / str(n)) if "loss" in row])
+  assert len(set(found[0])) == 3
+  np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-6)
+
+
+@pytest.mark.slow
 def test_a_reward_head_ranks_held_out_pairs_above_chance(trained):
   workdir, out = trained
   rows = debug_runs.rows(workdir)

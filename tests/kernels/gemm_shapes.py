@@ -2,6 +2,8 @@
 
 import pathlib
 
+import numpy as np
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "golden" / "kernel_resources.json"
 # Tokens, then (in, out) of the linear layers: InfiR2 (arXiv:2509.22536) and Transformer Engine's
@@ -35,3 +37,9 @@ def gemms() -> dict[str, tuple[str, int, int, int]]:
         }.items():  # fmt: skip
           found[f"{model}/tp{parallel}/{inner}x{outer}/{product}"] = (product, *size)
   return found
+
+
+def tile_name(config, product: str, out_dtype) -> str:
+  """Of a configuration that tuning may choose, in the table."""
+  end = "/float32" if product == "fwd" and np.dtype(out_dtype) == np.float32 else ""
+  return f"tiles/{config.tile_n}/cluster{config.cluster_m}/{config.producer}/{product}{end}"

@@ -31,7 +31,8 @@ def loops_of(sass: str) -> dict[str, float]:
   Returns:
     consumer: instructions of the loop that multiplies.
     waits: those of them from the first product of a chain to its last that wait, for a load or for
-      the product before: the tensor core may run dry there. One is a read of a constant.
+      the product before: the tensor core may run dry there. Reads of constants, which are short,
+      count too.
     producer: instructions of the loop that copies, if it is another.
 
   Raises:
@@ -43,12 +44,12 @@ def loops_of(sass: str) -> dict[str, float]:
     raise ValueError("no loop multiplies")
   chains = _chains([instructions[n] for n in multiplies])
   waits = sum(i.waits or "DEPBAR" in i.text for chain in chains for i in chain[1:])
-  found = {"consumer": len(multiplies) / len(chains), "waits": waits / len(chains)}
+  counts = {"consumer": len(multiplies) / len(chains), "waits": waits / len(chains)}
   if copies and copies != multiplies:
     # Each step waits once for its slot.
     steps = sum(_WAIT in instructions[n].text for n in copies)
-    found["producer"] = len(copies) / steps
-  return found
+    counts["producer"] = len(copies) / steps
+  return counts
 
 
 def program_of(sass: str) -> dict[str, int]:

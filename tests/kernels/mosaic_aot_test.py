@@ -26,7 +26,7 @@ import tempfile
 
 import machine_code
 import pytest
-from gemm_shapes import TABLE, gemms
+from gemm_shapes import TABLE, gemms, tile_name
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Experts of DeepSeek-V3 (arXiv:2412.19437 §4.2) on a device that has 8: tokens with 8 experts each.
@@ -44,7 +44,8 @@ ADAM = {
   "adam/float32": ("float32", "float32", False),
 }
 # Fewer tiles than multiprocessors, so that the loop over tiles is none; part of the last 128 of K.
-FEW = {"few/fwd": ("fwd", 2048, 128, 192), "few/wgrad": ("wgrad", 192, 128, 2048)}
+FEW = {"few/fwd": ("fwd", 2048, 128, 192), "few/wgrad": ("wgrad", 192, 128, 2048),
+       "few/blocks": ("fwd", 16384, 192, 192)}  # fmt: skip
 # Kernels without products.
 ELEMENTWISE = ("quantize", "adam/")
 # What the default test leaves to the slow one: compiled by `shipped`.
@@ -82,10 +83,10 @@ def shipped(array, narrow) -> dict:
   add("float32/fwd", "fwd", jnp.float32)
   for product, out in (("dgrad", jnp.bfloat16), ("wgrad", jnp.float32)):
     add(f"hybrid/{product}", product, out, "block_128_hybrid")
-  for product, out in (("fwd", jnp.bfloat16), ("wgrad", jnp.float32)):
+  for product, out in (("fwd", jnp.bfloat16), ("fwd", jnp.float32), ("wgrad", jnp.float32)):
     for config in tile_config.candidates(product == "fwd", out):
-      name = f"tiles/{config.tile_n}/cluster{config.cluster_m}/{config.producer}/{product}"
-      add(name, product, out, config=config)  # of several rasters the last
+      # Of several rasters the last.
+      add(tile_name(config, product, out), product, out, config=config)
   _, m, n, _ = sizes["infir2_7b/tp1/3584x4608/wgrad"]
   add("add_to/wgrad", "wgrad", jnp.float32)
   multiply, args = found["add_to/wgrad"]
@@ -283,9 +284,11 @@ def _check(names: list[str]):
   """That they compile to what the table says of this version, if it says anything."""
   table, wrong = _table(), {}
   for name, report in _elsewhere(names).items():
-    known = table.get(name, {}).get(_version(), report)
-    more = any(known["instructions"][k] < now for k, now in report["instructions"].items())
-    if more or {**known, "instructions": 0} != {**report, "instructions": 0}:
+    known, now = table.get(name, {}).get(_version(), report), report["instructions"]
+    more = any(known["instructions"].get(k, 0) < count for k, count in now.items())
+    is_other = now.keys() != known["instructions"].keys()
+    is_other |= {**known, "instructions": 0} != {**report, "instructions": 0}
+    if more or is_other or report["spilled_bytes"] or report["serialized"]:
       wrong[name] = report
   assert not wrong
 
@@ -311,7 +314,8 @@ def test_kernels_compile_to_what_the_table_says_and_spill_nothing():
       # Where M or N is smaller, a few registers more or less make no other kernel.
       kind = (name.startswith("grouped/"), name.endswith("wgrad"), report["shared_memory_bytes"])
       kinds[kind].append(name)
-  chosen = [names[0] for names in kinds.values()] + ["infir2_7b/tp4/18944x3584/fwd"]
+  chosen = [names[0] for names in kinds.values()]
+  chosen += ["infir2_7b/tp4/18944x3584/fwd", "gathered/fwd", "grouped/dgrad"]
   _check(list(dict.fromkeys([*chosen, *ADAM])))
   for name, report in ((n, r) for n, reports in table.items() for r in reports.values()):
     assert report["spilled_bytes"] == 0 and report["registers"] <= 255, name

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fp8jax.errors import UserError
+from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.gemm import mosaic_sm90, tile_config, tile_program
 from fp8jax.kernels.gemm.tile_config import Config
 from fp8jax.quantization import scaled_matrix
@@ -87,6 +89,12 @@ def test_a_shape_is_cut_as_the_nearest_that_was_measured(monkeypatch, tmp_path):
   for mnk in ((9217, 7168, 2048), (4096, 7168, 1365)):
     assert ask(*mnk).source == "model"
   assert ask(4096, 7168, 2048, out=jnp.float32).source == "model"
+  # Tiles that another jax measured, and this one cannot hold in registers.
+  large = Config(tile_n=192, stages=4)
+  tile_config.store((4096, 7168, 2048), True, jnp.bfloat16, large, {"ms": 1.0})
+  for pools, found in ((True, (large, "measured")), (False, (far, "measured at 6144,7168,2048"))):
+    monkeypatch.setattr(tile_config, "has_register_pools", lambda pools=pools: pools)
+    assert ask(4096, 7168, 2048) == found
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 1), (7, 1), (8, 8), (19, 6)])
@@ -122,11 +130,11 @@ def test_a_slot_that_tma_may_not_write_is_refused(monkeypatch):
 def test_what_is_chosen_is_known_not_to_spill(pools):
   table = json.loads(gemm_shapes.TABLE.read_text())["kernels"]
   version = "0.11.2" if pools else "0.12.0.1"
-  for product in ("fwd", "wgrad"):
-    configs = {tile_config.default(m, n, product == "fwd", _dtype(product))
+  for product, out in (("fwd", "bfloat16"), ("fwd", "float32"), ("wgrad", "float32")):
+    configs = {tile_config.default(m, n, product == "fwd", out)
                for m in range(128, 8192, 384) for n in range(128, 8192, 640)}  # fmt: skip
-    for c in configs | set(tile_config.candidates(product == "fwd", _dtype(product))):
-      name = f"tiles/{c.tile_n}/cluster{c.cluster_m}/{c.producer}/{product}"
+    for c in configs | set(tile_config.candidates(product == "fwd", out)):
+      name = gemm_shapes.tile_name(c, product, out)
       assert table[name][version]["spilled_bytes"] == 0, name
 
 
@@ -168,12 +176,16 @@ def test_clusters_of_programs_share_the_multiprocessors(
     jnp.zeros((512, 256), jnp.float8_e4m3fn), jnp.ones((512, 2)), (1, 128)
   )
   b = scaled_matrix.ScaledMatrix(a.data, jnp.ones((4, 2)), (128, 128))
-  multiply = functools.partial(mosaic_sm90.matmul, a, b, out_dtype=jnp.bfloat16)
+  chosen = Config(cluster_m=cluster)
+  monkeypatch.setattr(tile_config, "best", lambda *_: chosen)
+  multiply = functools.partial(
+    gemm_api.scaled_matmul, a, b, accumulate=128, backend="mosaic_sm90", out_dtype=jnp.bfloat16
+  )
   with pytest.raises(_Grid) as e:
-    multiply(config=Config(cluster_m=cluster), spare=spare)
+    multiply(spare=spare)
   assert e.value.args == ((programs,), (cluster,))
-  with pytest.raises(ValueError, match=rf"spare_multiprocessors={cores - cluster + 1} of {cores}"):
-    multiply(config=Config(cluster_m=cluster), spare=cores - cluster + 1)
+  with pytest.raises(UserError, match=rf"spare_multiprocessors={cores - cluster + 1} of {cores}"):
+    multiply(spare=cores - cluster + 1)
 
 
 @pytest.mark.parametrize("dtype, size", [(jnp.bfloat16, 2), (jnp.float32, 4)])

@@ -245,7 +245,7 @@ def test_a_start_on_hopper_says_which_jax_compiles_larger_tiles(monkeypatch, arm
   spec, out = _spec(1, "gpu", 90, arm, **TILED), io.StringIO()
   console = rich.console.Console(file=out, width=2000)
   run_start.print_start(console, spec, {}, "data", run_start.all_site_rows(spec))
-  assert ("tiles of 128x128; jax 0.11.2 fits 128x192" in out.getvalue()) == is_said
+  assert ("tiles of 128x128. jax 0.11.2 fits 128x192" in out.getvalue()) == is_said
 
 
 # --- memory --------------------------------------------------------------------------------------

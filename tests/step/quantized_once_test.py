@@ -102,6 +102,29 @@ def test_gradients_are_the_same_to_the_bit(changes, shape):
   harness.assert_trees_equal(*found.values())
 
 
+@pytest.mark.slow
+def test_mapped_trials_of_both_phases_have_the_numbers_of_single_runs():
+  """Two trials in one program, sums of microbatches in place, in the second phase's recipe too."""
+  changes = {
+    "precision.rules": (HEAD, ("layers/.*", "tensor_current")), "memory.remat_policy": "full",
+    "precision.schedule": ((2, (HEAD, ("layers/0/.*", "bf16"), ("layers/.*", "rowwise"))),),
+  }  # fmt: skip
+  spec = spec_of(changes, None)
+  assert gradients.adds_in_place(spec) and len(spec.precision.phases) == 2
+  batch = harness.placed_uneven_batch(spec)
+  trials = [train_step.make_state(spec_of({**changes, "seed": n}, None)).params for n in (0, 1)]
+  stack = jax.tree.map(lambda *x: jnp.stack(x), *trials)
+  for phase in (0, 1):
+    sites = spec.sites(phase=phase)
+    take = functools.partial(gradients.gradients, batch=batch)
+    two = jax.tree.map(lambda x: jnp.stack([x, x]), sites)
+    mapped = jax.jit(jax.vmap(lambda p, s, take=take: take(spec, p, s)))(stack, two)
+    for n, params in enumerate(trials):
+      single = functools.partial(take, spec_of(changes, None, "per_product"), sites=sites)
+      found = jax.tree.map(lambda x, n=n: x[n], mapped)
+      harness.assert_trees_equal(found, jax.jit(single)(params))
+
+
 def test_weights_are_gathered_once_whatever_the_microbatches():
   """Codes of both orientations, three quarters of which come from other devices."""
   rules = {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "model.num_layers": 2}

@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import sys
+from typing import Any, NamedTuple
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
@@ -95,44 +96,80 @@ def race(bench: timing.Bench, prefix: str, calls, sets, want, flops: float, num_
   return found
 
 
-def gemm(bench: timing.Bench, name: str, product: str, sizes, having, ceilings, tune: bool):
-  """One product of one layer, operands ready, GEMM alone."""
-  tokens, inner, outer = sizes
-  m, n, k = {"fwd": (tokens, outer, inner), "dgrad": (tokens, inner, outer),
-             "wgrad": (inner, outer, tokens)}[product]  # fmt: skip
-  out = jnp.float32 if product == "wgrad" else jnp.bfloat16
+class Product(NamedTuple):
+  """One product of one layer.
 
-  def operands(key):
-    a, b = jax.random.split(key)
-    return timing.normal(a, m, k), timing.normal(b, n, k)
+  Attributes:
+    prefix: of its lines.
+    m, n, k: its sizes.
+    out: the result's dtype.
+  """
 
-  wide = timing.sets(operands, 2 * (m + n) * k)
-  prefix, flops, want = f"gemm/{name}/{product}", 2 * m * n * k, rivals.gemm_in_float32
-  moved = lambda precision: (  # noqa: E731
-    (m + n) * k * (2 if precision == "bf16" else 1) + m * n * jnp.dtype(out).itemsize
-  )
-  rest = (wide, want, flops, moved, ceilings)
-  if tune:
-    is_tiled = product != "wgrad"
-    tried, before = {}, tile_config.best(m, n, k, is_tiled, out)
-    for config in tile_config.candidates(is_tiled, out):
+  prefix: str
+  product: str
+  m: int
+  n: int
+  k: int
+  out: Any
+
+  @classmethod
+  def of(cls, name: str, product: str, sizes) -> "Product":
+    """Args: sizes: (tokens, inner, outer) of the layer."""
+    tokens, inner, outer = sizes
+    mnk = {"fwd": (tokens, outer, inner), "dgrad": (tokens, inner, outer),
+           "wgrad": (inner, outer, tokens)}[product]  # fmt: skip
+    out = jnp.float32 if product == "wgrad" else jnp.bfloat16
+    return cls(f"gemm/{name}/{product}", product, *mnk, out)
+
+  @property
+  def tiles(self):
+    """M, N, K and the kind, as tile_config takes them."""
+    return self.m, self.n, self.k, self.product != "wgrad", self.out
+
+  def race(self, bench: timing.Bench, calls, ceilings) -> dict[str, float]:
+    """Milliseconds of each call: (rival, program)."""
+
+    def operands(key):
+      a, b = jax.random.split(key)
+      return timing.normal(a, self.m, self.k), timing.normal(b, self.n, self.k)
+
+    read = (self.m + self.n) * self.k
+    written = self.m * self.n * jnp.dtype(self.out).itemsize
+    moved = lambda precision: read * (2 if precision == "bf16" else 1) + written  # noqa: E731
+    sets, flops = timing.sets(operands, 2 * read), 2 * self.m * self.n * self.k
+    return race(bench, self.prefix, calls, sets, rivals.gemm_in_float32, flops, moved, ceilings)
+
+
+def tune(bench: timing.Bench, products: list[Product], having, ceilings):
+  """Keeps the fastest tiles of every product; forgets times of ours if any tiles change.
+
+  All before any is timed: a shape also takes the tiles of a near one.
+  """
+  before = [tile_config.best(*p.tiles) for p in products]
+  for p in products:
+    tried = {}
+    for config in tile_config.candidates(*p.tiles[3:]):
       key = json.dumps(dataclasses.asdict(config))
       one = dataclasses.replace(having["gemm"][0], name=key, precision="fp8")
-      tried |= race(bench, prefix, [(one, rivals.ours(product, out, config))], *rest)
+      tried |= p.race(bench, [(one, rivals.ours(p.product, p.out, config))], ceilings)
     best = min(tried, key=tried.get)
     if not bench.is_dry:
       tile_config.store(
-        (m, n, k), is_tiled, out, mosaic_sm90_lib.Config(**json.loads(best)),
+        p.tiles[:3], *p.tiles[3:], mosaic_sm90_lib.Config(**json.loads(best)),
         {"ms": tried[best], "jax": jax.__version__,
          **{k: bench.results["provenance"].get(k) for k in ("commit", "time", "driver")}},
       )  # fmt: skip
-    if tile_config.best(m, n, k, is_tiled, out) != before:  # what was timed with other tiles
-      for line in (f"{prefix}/block_ours", f"layer/{name}/block_ours"):
-        bench.results["lines"].pop(line, None)
-  calls = [(rival, rival.gemm(product, out)) for rival in having["gemm"]]
-  ms = race(bench, prefix, calls, *rest)
-  share = bench.results["lines"][f"{prefix}/block_ours"]["share_of_bf16"]
-  print(f"{prefix:44s} ours: {beside(ms)}; {share:.2f} of the BF16 ceiling")
+  if [tile_config.best(*p.tiles) for p in products] != before:
+    for line in [name for name in bench.results["lines"] if name.endswith("/block_ours")]:
+      del bench.results["lines"][line]
+
+
+def gemm(bench: timing.Bench, p: Product, having, ceilings):
+  """One product, operands ready, GEMM alone."""
+  calls = [(rival, rival.gemm(p.product, p.out)) for rival in having["gemm"]]
+  ms = p.race(bench, calls, ceilings)
+  share = bench.results["lines"][f"{p.prefix}/block_ours"]["share_of_bf16"]
+  print(f"{p.prefix:44s} ours: {beside(ms)}; {share:.2f} of the BF16 ceiling")
 
 
 def beside(ms: dict[str, float]) -> str:
@@ -219,10 +256,16 @@ def main():
     fused.measure(bench, ceilings)
     having = entrants(bench)
     totals = {}
-    for name, sizes in (DRY if flags.dry else LAYERS).items():
+    layers = DRY if flags.dry else LAYERS
+    products = {
+      name: [Product.of(name, p, sizes) for p in PASSES] for name, sizes in layers.items()
+    }
+    if flags.tune:
+      tune(bench, [p for of_layer in products.values() for p in of_layer], having, ceilings)
+    for name, sizes in layers.items():
       quantizers(bench, name, sizes, ceilings[0])
-      for product in PASSES:
-        gemm(bench, name, product, sizes, having, ceilings, flags.tune)
+      for product in products[name]:
+        gemm(bench, product, having, ceilings)
       totals[name] = layer(bench, name, sizes, having, ceilings)
     for name, sizes in ({} if flags.dry else SMALL).items():
       totals[name] = layer(bench, name, sizes, having, ceilings)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fp8jax.errors import UserError
 from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels import smem
 from fp8jax.kernels.gemm import tile_config, tile_program, xla_sm90
@@ -124,7 +125,7 @@ def _programs(cluster: int, spare: int) -> int:
   """Clusters of programs, as many as run at once."""
   cores = num_cores()
   if cores - spare < cluster:
-    raise ValueError(
+    raise UserError(
       f"mesh.spare_multiprocessors={spare} of {cores} leaves a GEMM fewer than its cluster of "
       f"{cluster}; set a smaller number"
     )

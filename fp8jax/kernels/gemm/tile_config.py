@@ -44,7 +44,7 @@ class Config:
     raster: M tiles that are worked on side by side, for L2.
     cluster_m: 2 lets two programs with neighbouring rows load each half of B's tile for both.
     producer: "warpgroup" of its own, or "inline" in the first consumer, which leaves 255 registers
-      per thread instead of 232 (of which the third gives 64) or 168 (see has_register_pools).
+      per thread. Of three warpgroups each has 168; in pools the third gives each consumer 64 more.
   """
 
   tile_m: int = 128
@@ -103,12 +103,14 @@ def slot_bytes(config: Config) -> dict[str, int]:
 def is_per_column(config: Config, is_tiled: bool) -> bool:
   """Whether B's scales come by TMA, one per column of the tile.
 
-  Of blocks they come so where the columns of one block are no whole stores, and where a consumer
-  copies besides: its registers do not hold several blocks' scales.
+  Otherwise a tile has a scale for each block of B that it touches. That takes columns in multiples
+  of 32, the width of a store, and registers, which a consumer that also copies does not have.
   """
-  if not is_tiled or config.tile_n == BLOCK:
-    return not is_tiled
-  return bool(config.tile_n % 32) or config.producer == "inline"
+  if not is_tiled:
+    return True
+  if config.tile_n == BLOCK:
+    return False
+  return config.tile_n % 32 != 0 or config.producer == "inline"
 
 
 def scale_slot(columns: int) -> int:
@@ -154,7 +156,7 @@ def default(m: int, n: int, is_tiled: bool, out_dtype) -> Config:
 
   Not measured on a GPU: tiles of 128x128 are left only for others that promise a twentieth less.
   """
-  if m * n <= _CORES * BLOCK * BLOCK:  # no second wave: nothing to win
+  if waves(plain(is_tiled, out_dtype), m, n) == 1:  # nothing to win
     return plain(is_tiled, out_dtype)
 
   def cost(config):
@@ -180,8 +182,8 @@ def note() -> str | None:
   if has_register_pools():
     return None
   return (
-    f"jax {jax.__version__} compiles the GEMM with tiles of 128x128; jax 0.11.2 fits 128x192 into "
-    "registers, which takes a seventh less of shared memory's time per product (not timed)"
+    f"jax {jax.__version__} compiles forward products and data gradients with tiles of 128x128. "
+    "jax 0.11.2 fits 128x192 into registers: by a model of shared memory 13 % less time, not timed"
   )
 
 
@@ -235,21 +237,26 @@ def _table(path: pathlib.Path) -> dict[str, Any]:
 
 def lookup(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> Choice | None:
   """The measured fastest config on the device that JAX computes on: for this shape, or for that of
-  the same kind which is nearest by the ratios of M, N and K, none of them beyond NEAR."""
-  table, own = _table(_path()), _key(mnk, is_tiled, out_dtype)
-  if own in table:
-    return Choice(Config(**table[own]["config"]), "measured")
+  the same kind which is nearest by the ratios of M, N and K, none of them beyond NEAR.
+
+  Of a table that another jax measured some tiles may spill here; they are not taken.
+  """
+  tiles = lambda c: (c.tile_m, c.tile_n, c.producer)  # noqa: E731
+  fit, own = {tiles(c) for c in candidates(is_tiled, out_dtype)}, _key(mnk, is_tiled, out_dtype)
 
   def distance(key: str) -> float:
     pairs = [(int(there), here) for there, here in zip(key.split(","), mnk)]
     return max(max(pair) / min(pair) for pair in pairs)
 
+  rows = {key: Config(**row["config"]) for key, row in _table(_path()).items()}
   kind = own.split(",")[3:]
-  near = [k for k in table if k.split(",")[3:] == kind and distance(k) <= NEAR]
+  near = [k for k, c in rows.items() if k.split(",")[3:] == kind and tiles(c) in fit]
+  near = [k for k in near if distance(k) <= NEAR]
   if not near:
     return None
   key = min(near, key=distance)
-  return Choice(Config(**table[key]["config"]), f"measured at {','.join(key.split(',')[:3])}")
+  where = "" if key == own else f" at {','.join(key.split(',')[:3])}"
+  return Choice(rows[key], f"measured{where}")
 
 
 def store(mnk, is_tiled: bool, out_dtype, config, provenance: dict[str, Any]):
