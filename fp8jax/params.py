@@ -120,6 +120,19 @@ def next_up(x):
   return jnp.nextafter(x, jnp.asarray(jnp.inf, x.dtype))
 
 
+def between(x, key):
+  """Floats that bfloat16 rounds to x: anywhere within half of its step of those x that are its
+  numbers; other x, 0 and what is not finite as they are.
+
+  A weight of a bfloat16 checkpoint may lie half way between two codes of a narrow format, where the
+  smallest update decides. Between two numbers of bfloat16 next to none does.
+  """
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  moved = bits + jax.random.randint(key, x.shape, -0x7FFF, 0x8000)
+  is_bf16 = (bits & 0xFFFF == 0) & (x != 0) & jnp.isfinite(x)
+  return jax.lax.bitcast_convert_type(jnp.where(is_bf16, moved, bits), jnp.float32)
+
+
 def on_host(x) -> np.ndarray:
   """A whole array, also where processes share its shards (then all of them call this)."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:

@@ -109,6 +109,7 @@ class StartCodes:
          f"optim.master_format={o.master_format!r} rounds their values",
          "optim.master_format='float32'"),
         (spec.init.nudge, "init.nudge=True moves their values", "init.nudge=False"),
+        (spec.init.untie, "init.untie=True moves their values", "init.untie=False"),
         (self._paths[name] in self._scaled,
          "precision.smooth_swiglu='channel' multiplies its channels before it is rounded",
          "precision.smooth_swiglu='none' (or 'token', which leaves weights as they are)"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import zlib
 from typing import Any, cast
 
 import jax
@@ -14,7 +15,7 @@ from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.ops import stored_params
+from fp8jax.ops import site_tree, stored_params
 from fp8jax.optim import gradients as gradients_lib
 from fp8jax.optim import groups, param_stats, storage, update
 from fp8jax.optim import schedule as schedule_lib
@@ -82,11 +83,31 @@ def make_state(spec: train_spec.TrainSpec, params=None) -> State:
 
 
 def _begun(spec: train_spec.TrainSpec, params):
-  """The parameters that training starts from: of a twin (init.nudge) one ulp larger."""
+  """The parameters that training starts from: weights of products without ties of bfloat16
+  (init.untie), those of a twin (init.nudge) one ulp larger."""
+  if spec.init.untie:
+    params = _untied(spec, params)
   if not spec.init.nudge:
     return params
   up = lambda x: x if stored_params.is_stored(x) else params_lib.next_up(x)  # noqa: E731
   return jax.tree.map(up, params, is_leaf=stored_params.is_stored)
+
+
+def _untied(spec: train_spec.TrainSpec, params):
+  """Weights of products, each `params_lib.between`; layer by layer, as random bits take memory."""
+  flat = params_lib.flatten(params)
+  of_all = jax.random.fold_in(jax.random.key(spec.seed), zlib.crc32(b"init.untie"))
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def one(x, key):
+    if x.ndim < 3:
+      return params_lib.between(x, key)
+    return jax.lax.map(lambda of: params_lib.between(*of), (x, jax.random.split(key, len(x))))
+
+  for path in site_tree.find_sites(spec.declaration):
+    if path in flat and not stored_params.is_stored(flat[path]):
+      flat[path] = one(flat[path], jax.random.fold_in(of_all, zlib.crc32(path.encode())))
+  return params_lib.unflatten(flat)
 
 
 def _with_adapters(spec: train_spec.TrainSpec, params):

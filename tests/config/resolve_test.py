@@ -274,6 +274,8 @@ MISTAKES = {
     {"precision.compute_dtype": "bfloat16"}, 1, T4),
   "cudnn on Turing": (["kernels.attention='cudnn' needs compute capability 8.0", "sm_75"],
     {"kernels.attention": "cudnn"}, 1, T4),
+  "ties that come back": (["init.untie=True with optim.master_format='bf16_sr', which rounds"],
+                          {"init.untie": True, "optim.master_format": "bf16_sr"}),
   "too much memory": (["memory.gpu_fraction=1.5 must be at most 1"], {"memory.gpu_fraction": 1.5}),
   "optimizer": (["kernels.optimizer='mosaic_sm90' cannot move embed, layers/attn/k", "Hopper GPU",
                  "Set 'auto'"], {"kernels.optimizer": "mosaic_sm90"}),
@@ -475,7 +477,8 @@ def test_every_key_is_refused_or_harmless_on_resume():
   """A new key must be put on one side."""
   keys = set(identity.flatten(base.get_config()))
   refused = set(identity.refused_changes(dict.fromkeys(keys), ()))
-  whole = {"seed", "steps", "global_batch", "grad_accum_steps", "seq_len", "init.nudge"}
+  whole = {"seed", "steps", "global_batch", "grad_accum_steps", "seq_len", "init.nudge",
+           "init.untie"}  # fmt: skip
   # What waits in a narrow copy has another gradient.
   whole |= {"memory.save_norm_inputs", "memory.save_gate_up", "memory.save_layer_inputs"}
   sections = ("model.", "precision.", "data.", "optim.", "loss_scale.", "distill.", "rl.")

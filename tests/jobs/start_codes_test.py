@@ -210,6 +210,7 @@ _BETWEEN = [
   *(({"optim.master_format": m}, f"master_format='{m}' rounds .*='float32'") for m in _MASTERS),
   ({"precision.smooth_swiglu": "channel"}, "smooth_swiglu='channel' multiplies .*set .*'none'"),
   ({"init.nudge": True}, "init.nudge=True moves .*set init.nudge=False"),
+  ({"init.untie": True}, "init.untie=True moves .*set init.untie=False"),
   ({"optim.sparsity": "2:4"}, "optim.sparsity='2:4' prunes some .*set optim.sparsity='none'"),
   ({"optim.sparsity": "2:4", "codes": "sparse"}, ""),
   ({"recipe": "unit_scaling"}, "'unit_scaling' has no scales; set precision.rules"),

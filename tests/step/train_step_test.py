@@ -6,6 +6,7 @@ import functools
 import harness
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import tolerances
@@ -13,6 +14,7 @@ import tolerances
 from fp8jax import params as params_lib
 from fp8jax.data import loader
 from fp8jax.models import transformer
+from fp8jax.ops import site_tree
 from fp8jax.run import checkpoint, nonfinite
 from fp8jax.step import train_step
 
@@ -110,6 +112,42 @@ def test_a_twin_starts_one_ulp_above(rng):
     for new, old in zip(jax.tree.leaves(moved.params), jax.tree.leaves(drawn.params), strict=True):
       np.testing.assert_array_equal(new, np.nextafter(np.asarray(old), np.float32(np.inf)))
     jax.tree.map(np.testing.assert_array_equal, moved.opt, drawn.opt)
+
+
+def test_weights_without_ties_round_to_those_of_bfloat16(rng):
+  """In float32: every number of bfloat16, drawn once for a mesh and one device; next to none lies
+  half way between codes of E4M3 under a power of two afterwards. The others are as they were."""
+  x = np.concatenate([np.arange(0x80, 0x7F80), np.arange(0x8080, 0xFF80), [0, 0x7F80]]) << 16
+  x = np.append(x, 0x3F800001).astype(np.uint32).view(np.float32)  # the last between two
+  got = np.asarray(params_lib.between(jnp.asarray(x), jax.random.key(3)))
+  np.testing.assert_array_equal(got[-3:], x[-3:])
+  np.testing.assert_array_equal(got.astype(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16))
+  new, old = (np.abs(v[:-3].astype(np.float64)) for v in (got, x))
+  step = (new - old) / np.ldexp(1.0, np.frexp(old)[1] - 8)
+  assert np.mean(step > 0) == pytest.approx(0.5, abs=0.01) and np.mean(got != x) > 0.999
+  assert np.abs(step).max() < 0.5 and np.std(step) == pytest.approx(12**-0.5, rel=0.01)
+  is_tie = lambda x: x.view(np.uint32) & 0xFFFFF == 0x80000  # noqa: E731
+  assert is_tie(x).mean() == pytest.approx(1 / 16, rel=0.01) and is_tie(got).mean() < 1e-4
+
+  placed = {}
+  for shape in (None, (2, 2, 2)):
+    c = harness.tiny_config("block_128_pow2", **{"init.untie": True, "model.num_layers": 2})
+    spec = harness.tiny_spec(c, shape)
+    drawn = harness.tiny_spec(
+      harness.tiny_config("block_128_pow2", **{"model.num_layers": 2}), shape
+    )
+    given = train_step.make_state(drawn).params
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), given)
+    before = jax.tree.map(np.array, narrow)
+    placed[shape] = jax.device_get(train_step.make_state(spec, narrow).params)
+    for path, old in params_lib.flatten(before).items():
+      new = params_lib.flatten(placed[shape])[path]
+      is_weight = path in site_tree.find_sites(spec.declaration)
+      assert np.mean(new != old) > 0.99 if is_weight else (new == old).all(), path
+      np.testing.assert_array_equal(new.astype(ml_dtypes.bfloat16), old.astype(ml_dtypes.bfloat16))
+    up = placed[shape]["layers"]["mlp"]["up"] - before["layers"]["mlp"]["up"]
+    assert (up[0] != up[1]).mean() > 0.99
+  harness.assert_trees_equal(*placed.values())
 
 
 def test_decay_and_moments_follow_the_declarations(rng):
