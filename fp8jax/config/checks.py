@@ -114,6 +114,22 @@ def scaling_problems(c: Any, optim: OptimizerConfig, model: ModelConfig) -> list
   return texts
 
 
+def untie_problems(c: Any) -> list[str]:
+  """Why init.untie would do nothing, or would move weights that nothing trains."""
+  if not c.init.untie:
+    return []
+  has_weights = c.init.hf or (c.init.workdir and c.init.weights_only)
+  reasons = (
+    (not has_weights, "and no weights of a checkpoint; set init.hf, or init.workdir with "
+     "init.weights_only=True"),
+    (c.optim.master_format != "float32", f"and optim.master_format={c.optim.master_format!r}, from "
+     "which products read 16 bits; set 'float32'"),
+    (c.model.lora.rank or c.init.adapters, "and adapters, beside which these weights do not move; "
+     "set init.untie=False"),
+  )  # fmt: skip
+  return [f"init.untie=True {why}" for is_so, why in reasons if is_so]
+
+
 def loss_scale_problems(c: Any) -> list[str]:
   """The problems of a config's loss_scale section, in words."""
   has_factors = c.model.unit_scaling != "none"

@@ -315,11 +315,7 @@ def _check_sections(c: Config, problems: ConfigErrors, needs: Needs):
     "init.weights_only=True without init.workdir; name the run whose weights training starts from, "
     "or a Hugging Face folder as init.hf",
   )
-  problems.check(
-    not c.init.untie or c.optim.master_format != "bf16_sr",
-    "init.untie=True with optim.master_format='bf16_sr', which rounds to bfloat16 again; set "
-    "'bf16_remainder', or init.untie=False",
-  )
+  problems.extend(checks.untie_problems(c))
   problems.extend(needs.problems(c))
   pair = c.log.profile
   is_pair = len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)

@@ -93,10 +93,10 @@ def hopper(
   b_dtype = weights if is_tiled else jnp.bfloat16
   multiply = functools.partial(_multiply, gemm, b_dtype=b_dtype, spare=spare)
   multiply(sizes, ways)
-  for m, n, k in sorted(shapes):
-    config = tile_config.best(m, n, k, is_tiled, dtype)
+  for (m, n, k), d in tried[len(both) :]:
+    config = tile_config.best(m, n, k, is_tiled, d)
     if tile_config.waves(config, m, n) <= 1:
-      multiply((m, n, min(k, 256 + k % tile_config.BLOCK)), [(dtype, config)])
+      multiply((m, n, min(k, 256 + k % tile_config.BLOCK)), [(d, config)])
 
 
 def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways, b_dtype, spare: int):

@@ -75,11 +75,11 @@ class Init:
     "rounds to the folder's codes, as far as there are any.")
   nudge: bool = key(False, "Start from weights one float32 ulp larger: the twin of a run, whose "
     "difference from it is the noise floor of the recipe.", affects=RESULT, mapped=True)
-  untie: bool = key(False, "Start from weights of products anywhere within half a step of "
+  untie: bool = key(False, "Start from weights of layers' products anywhere within half a step of "
     "bfloat16, which rounds them to what they were. Under scales that are powers of two, one "
     "weight in sixteen of a checkpoint in bfloat16 is half way between two codes of E4M3, and the "
-    "smallest update decides where it goes (experiments/2026_qad). With optim.master_format "
-    "float32, bf16_remainder or f16; other weights stay as they are.", affects=RESULT, mapped=True)
+    "smallest update decides where it goes (experiments/2026_qad). Of init.hf, or the weights of "
+    "init.workdir, into float32 masters.", affects=RESULT)
 
 
 @section("model")

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import params as params_lib
+from fp8jax.errors import UserError
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.ops import scaling as scaling_lib
@@ -94,19 +95,32 @@ def _begun(spec: train_spec.TrainSpec, params):
 
 
 def _untied(spec: train_spec.TrainSpec, params):
-  """Weights of products, each `params_lib.between`; layer by layer, as random bits take memory."""
+  """Weights of layers' products, each `params_lib.between`.
+
+  Raises:
+    UserError: they are finer than bfloat16, so that few would move.
+  """
   flat = params_lib.flatten(params)
   of_all = jax.random.fold_in(jax.random.key(spec.seed), zlib.crc32(b"init.untie"))
+  paths = [p for p in site_tree.find_sites(spec.declaration) if p.startswith("layers/")]
 
   @functools.partial(jax.jit, donate_argnums=0)
   def one(x, key):
-    if x.ndim < 3:
-      return params_lib.between(x, key)
-    return jax.lax.map(lambda of: params_lib.between(*of), (x, jax.random.split(key, len(x))))
+    # Layer by layer: random bits take as much memory as what they are for.
+    keys = jax.random.split(key, len(x))
+    moved = jax.lax.map(lambda of: params_lib.between(*of), (x, keys))
+    return moved, jnp.mean(moved != x)
 
-  for path in site_tree.find_sites(spec.declaration):
-    if path in flat and not stored_params.is_stored(flat[path]):
-      flat[path] = one(flat[path], jax.random.fold_in(of_all, zlib.crc32(path.encode())))
+  shares = []
+  for path in paths:
+    if not stored_params.is_stored(flat[path]):
+      flat[path], share = one(flat[path], jax.random.fold_in(of_all, zlib.crc32(path.encode())))
+      shares.append(float(share))
+  if not shares or min(shares) < 0.5:
+    raise UserError(
+      f"init.untie=True moves {min(shares, default=0):.0%} of a weight's numbers: the others are "
+      "none of bfloat16, or codes; set init.untie=False"
+    )
   return params_lib.unflatten(flat)
 
 

@@ -74,6 +74,7 @@ NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "quantize", "ca
                "sensitivity", "search", "noise", "prepare", "generate", "plan_inference",
                "precision.verify_fp8_gemms")  # fmt: skip
 NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only init.requantize
+  init.untie
   model.lora.rank model.lora.alpha model.lora.targets model.lora.base precision.sensitivity
   precision.invariant precision.schedule precision.policy precision.calibration
   memory.gpu_fraction model.reward_head

@@ -84,7 +84,8 @@ def calls(monkeypatch):
     ]
     return made, [tensor_stats.amax(y) for y in results] if watched else []
 
-  def multiply(a, b, accumulate, out_dtype):
+  def multiply(a, b, accumulate, out_dtype, spare):
+    assert spare == 0
     return reference.scaled_matmul(a, b.in_one_piece(), accumulate, out_dtype)
 
   monkeypatch.setattr(quantize_sm90, "quantize_matrix", quantize_matrix)

@@ -177,7 +177,7 @@ HONOURED = {
   "the loader reads them": """
     data.tokenizer data.eos data.bos data.sources data.heldout_fraction data.cross_document
     data.on_malformed data.on_long data.shuffle_windows data.workers data.prefetch""",
-  "the state of a trial is the state of a run": "init.nudge init.untie",
+  "the state of a trial is the state of a run": "init.nudge",
   "the evaluator reads them": "eval.tokens eval.batch eval.precisions",
   "a layout of several devices is refused": "mesh sharding",
   "the files of a trial are those of a run": "log.every log.tensorboard log.report",

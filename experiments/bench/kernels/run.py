@@ -160,8 +160,10 @@ def tune(bench: timing.Bench, products: list[Product], having, ceilings):
          **{k: bench.results["provenance"].get(k) for k in ("commit", "time", "driver")}},
       )  # fmt: skip
   if [tile_config.best(*p.tiles) for p in products] != before:
-    for line in [name for name in bench.results["lines"] if name.endswith("/block_ours")]:
-      del bench.results["lines"][line]
+    lines = bench.results["lines"]
+    for name in list(lines):
+      if name.startswith(("gemm/", "layer/")) and name.endswith("/block_ours"):
+        del lines[name]
 
 
 def gemm(bench: timing.Bench, p: Product, having, ceilings):

@@ -248,15 +248,15 @@ def lookup(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> Choice | Non
     pairs = [(int(there), here) for there, here in zip(key.split(","), mnk)]
     return max(max(pair) / min(pair) for pair in pairs)
 
-  rows = {key: Config(**row["config"]) for key, row in _table(_path()).items()}
-  kind = own.split(",")[3:]
-  near = [k for k, c in rows.items() if k.split(",")[3:] == kind and tiles(c) in fit]
-  near = [k for k in near if distance(k) <= NEAR]
+  table, kind = _table(_path()), own.split(",")[3:]
+  keys = [key for key in table if key.split(",")[3:] == kind and distance(key) <= NEAR]
+  near = {key: Config(**table[key]["config"]) for key in keys}
+  near = {key: config for key, config in near.items() if tiles(config) in fit}
   if not near:
     return None
   key = min(near, key=distance)
   where = "" if key == own else f" at {','.join(key.split(',')[:3])}"
-  return Choice(rows[key], f"measured{where}")
+  return Choice(near[key], f"measured{where}")
 
 
 def store(mnk, is_tiled: bool, out_dtype, config, provenance: dict[str, Any]):
