@@ -61,7 +61,8 @@ def teacher(spec: train_spec.TrainSpec, out: rich.console.Console):
 
 def frozen(spec: train_spec.TrainSpec, folder: str, key: str):
   """(parameters beside those that train, as a teacher's (step/distillation.py), where they come
-  from): a folder's, those that training starts from, or under adapters their base.
+  from): a folder's, those that training starts from before init.nudge and init.untie move them, or
+  under adapters their base.
 
   Raises:
     UserError: the frozen base of init.workdir is not what training starts from.
