@@ -315,7 +315,8 @@ def _check_sections(c: Config, problems: ConfigErrors, needs: Needs):
     "init.weights_only=True without init.workdir; name the run whose weights training starts from, "
     "or a Hugging Face folder as init.hf",
   )
-  problems.extend(checks.untie_problems(c))
+  if needs.has_steps:  # other jobs start nothing, and may lack the files
+    problems.extend(checks.untie_problems(c))
   problems.extend(needs.problems(c))
   pair = c.log.profile
   is_pair = len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)

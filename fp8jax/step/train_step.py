@@ -76,6 +76,7 @@ def make_state(spec: train_spec.TrainSpec, params=None) -> State:
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
   both = None
   if params is not None:
+    params = _untied(spec, params) if spec.init.untie else params
     params = _begun(spec, _with_adapters(spec, params))
     # One after the other: all of them in float32 beside all of the state is more than a step takes.
     both = jax.tree.map(_init_param, spec.leaves, params, abstract.opt, abstract.params)
@@ -84,10 +85,7 @@ def make_state(spec: train_spec.TrainSpec, params=None) -> State:
 
 
 def _begun(spec: train_spec.TrainSpec, params):
-  """The parameters that training starts from: weights of products without ties of bfloat16
-  (init.untie), those of a twin (init.nudge) one ulp larger."""
-  if spec.init.untie:
-    params = _untied(spec, params)
+  """The parameters that training starts from: of a twin (init.nudge) one ulp larger."""
   if not spec.init.nudge:
     return params
   up = lambda x: x if stored_params.is_stored(x) else params_lib.next_up(x)  # noqa: E731
@@ -95,7 +93,7 @@ def _begun(spec: train_spec.TrainSpec, params):
 
 
 def _untied(spec: train_spec.TrainSpec, params):
-  """Weights of layers' products, each `params_lib.between`.
+  """The parameters of a checkpoint, weights of layers' products each `params_lib.between`.
 
   Raises:
     UserError: they are finer than bfloat16, so that few would move.

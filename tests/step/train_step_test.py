@@ -136,6 +136,7 @@ def test_weights_without_ties_round_to_those_of_bfloat16(rng):
     drawn = harness.tiny_spec(c, shape)
     spec = dataclasses.replace(drawn, init=dataclasses.replace(drawn.init, untie=True))
     given = train_step.make_state(drawn).params
+    harness.assert_trees_equal(train_step.make_state(spec).params, given)  # drawn, without ties
     with pytest.raises(UserError, match="init.untie=True moves 0% of a weight's numbers"):
       train_step.make_state(spec, jax.tree.map(jnp.copy, given))
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), given)
