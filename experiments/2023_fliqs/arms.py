@@ -41,10 +41,13 @@ SPACES = {
 UNIFORM = ("e2m1_dynamic", "fp8_dynamic", "int4_dynamic", "int8", "bf16")
 # Shares of BF16's BOPs: near 4 bits, as the paper's 30.8 and 32.8 of 467.7, and half of 8 bits.
 TARGETS, SEEDS = (0.07, 0.125), (0, 1, 2)
-STEPS = {"text": 512, "digits": 4000}
+STEPS = {"text": 512, "text_3m": 512, "digits": 4000}
 # Measured: (per step, beside the steps of an arm), seconds of a core that others shared.
-SECONDS = {"text": (0.21, 40), "digits": (0.005, 45)}
-_TEXT = "0p8m-python_docs"
+SECONDS = {"text": (0.21, 40), "text_3m": (0.75, 60), "digits": (0.005, 45)}
+_TEXT = {"text": "0p8m-python_docs", "text_3m": "3m-python_docs"}
+# The 3M model has half of the spaces, one target and no uniform INT8: its steps take four times
+# as long, and the 0.8M model misses the lower target by as much as two.
+_FEWER = {"text_3m": (("fp-s", "int-s"), (0.125,), UNIFORM[:3] + UNIFORM[4:])}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +55,13 @@ class Arm:
   """One training.
 
   Attributes:
-    task: "text" or "digits".
+    task: of STEPS.
     method: "uniform", "fliqs" or "ranked" (formats fixed by a knapsack over scores of the model
       that trained in BF16).
     formats: a recipe, or a space.
     target: share of BF16's BOPs; 0 of "uniform".
     seed: of weights, data and samples.
+    is_twin: starts at weights one ulp away: the noise floor of its arm.
   """
 
   task: str
@@ -65,34 +69,39 @@ class Arm:
   formats: str
   target: float
   seed: int
+  is_twin: bool = False
 
   @property
   def name(self) -> str:
     of = f"_{self.target:g}" if self.target else ""
-    return f"{self.task}_{self.method}_{self.formats}{of}_seed{self.seed}"
+    return f"{self.task}_{self.method}_{self.formats}{of}_seed{self.seed}" + "_twin" * self.is_twin
 
 
 def arms() -> list[Arm]:
   """All, those that others need first."""
   every = []
   for task in STEPS:
+    spaces, targets, uniform = _FEWER.get(task, (SPACES, TARGETS, UNIFORM))
     for seed in SEEDS:
-      every += [Arm(task, "uniform", name, 0.0, seed) for name in reversed(UNIFORM)]
-      for target in TARGETS:
-        every += [Arm(task, "fliqs", name, target, seed) for name in SPACES]
+      every += [Arm(task, "uniform", name, 0.0, seed) for name in reversed(uniform)]
+      for target in targets:
+        every += [Arm(task, "fliqs", name, target, seed) for name in spaces]
         every += [Arm(task, "ranked", name, target, seed) for name in ("fp-s", "int-s")]
+    if task in _FEWER:
+      every += [Arm(task, "fliqs", name, targets[0], SEEDS[0], is_twin=True) for name in spaces]
   return every
 
 
 # --- text ----------------------------------------------------------------------------------------
 
 
-def _config(recipe: str, seed: int, steps: int):
-  c = pretrain_tiny.get_config(f"{_TEXT}-{recipe}")
-  c.steps, c.seed, c.precision.verify_fp8_gemms = steps, seed, False
+def _config(recipe: str, arm: Arm, steps: int):
+  c = pretrain_tiny.get_config(f"{_TEXT[arm.task]}-{recipe}")
+  c.steps, c.seed, c.precision.verify_fp8_gemms = steps, arm.seed, False
+  c.init.nudge = arm.is_twin
   c.optim.warmup_steps = c.optim.decay_steps = max(steps // 8, 1)
   c.eval.precisions = ("recipe", "bf16")
-  if steps < STEPS["text"]:  # a miniature
+  if steps < STEPS[arm.task]:  # a miniature
     c.eval.tokens, c.sensitivity.tokens, c.checkpoint.every = 2048, 4096, 0
   return c
 
@@ -106,7 +115,7 @@ def text(arm: Arm, workdir: str, steps: int) -> dict:
   folder = os.path.join(workdir, arm.name)
   started = time.time()
   if arm.method == "fliqs":
-    c = _config("fp8_dynamic", arm.seed, steps)
+    c = _config("fp8_dynamic", arm, steps)
     s = c.search
     s.options, s.target, s.delay = SPACES[arm.formats], arm.target, steps // 4
     s.rate = 0.05
@@ -115,7 +124,7 @@ def text(arm: Arm, workdir: str, steps: int) -> dict:
       raise KeyboardInterrupt
     rules, share, evaluation = found["rules"], found["cost"]["share"], found["evaluation"]
   else:
-    c = _config("fp8_dynamic" if arm.method == "ranked" else arm.formats, arm.seed, steps)
+    c = _config("fp8_dynamic" if arm.method == "ranked" else arm.formats, arm, steps)
     if arm.method == "ranked":
       c.precision.sensitivity = f"{_ranking(arm, workdir, steps)}:bops"
     found = _call("train", c, folder)
@@ -136,7 +145,7 @@ def _ranking(arm: Arm, workdir: str, steps: int) -> str:
   """formats.json of the run in BF16 of this seed, for a budget."""
   trained = os.path.join(workdir, dataclasses.replace(
     arm, method="uniform", formats="bf16", target=0.0).name)  # fmt: skip
-  c = _config("fp8_dynamic", arm.seed, steps)
+  c = _config("fp8_dynamic", arm, steps)
   c.sensitivity.recipes, c.sensitivity.bops = SPACES[arm.formats][:-1], arm.target
   out = os.path.join(workdir, f"{arm.name}_ranking")
   dispatch.call("sensitivity", c, base.get_config(), trained, out=out)
@@ -206,7 +215,7 @@ def main():
   for number, arm in enumerate(left, 1):
     steps = args.steps or STEPS[arm.task]
     print(f"{number} of {len(left)}: {arm.name}, {steps} steps", file=sys.stderr, flush=True)
-    result = (text if arm.task == "text" else images)(arm, args.workdir, steps)
+    result = (text if arm.task in _TEXT else images)(arm, args.workdir, steps)
     origin = provenance.provenance(dataclasses.asdict(arm), "", arm.seed, 1)
     provenance.write_json(str(out), f"{arm.name}.json", {
       "arm": dataclasses.asdict(arm), "steps": steps, **result, "provenance": origin,

@@ -1,9 +1,9 @@
 """Minifloats and integers of 3 to 8 bits x techniques: KL, loss, BOPs and bytes.
 
-what:      a model of 0.8M parameters, weights and activations in a format; one linear layer of
+what:      a model of 3M parameters, weights and activations in a format; one linear layer of
            SmolLM2, its weight in a format
 command:   python experiments/2023_minifloats/grid.py LAB   (resumes; then tables and picture)
-           LAB has runs/0p8m-python_docs-bf16-512steps-seed0, of experiments/lab/run_queue.py
+           LAB has runs/3m-python_docs-bf16-512steps-seed0, of experiments/lab/run_queue.py
 needs:     assets/smollm2-135m (make run), assets/corpora (experiments/corpora/prepare.py all)
 hardware:  one CPU core, 3 GB of memory; CPU-seconds stand in results.json
 """
@@ -110,7 +110,7 @@ def of_layer(name: str) -> dict[str, float]:
 
 
 def run(kept: served.Kept, lab: pathlib.Path):
-  folder = str(lab / "runs/0p8m-python_docs-bf16-512steps-seed0")
+  folder = str(lab / "runs/3m-python_docs-bf16-512steps-seed0")
   model = functools.cache(lambda: served.tiny(folder, TOKENS))
   for name, technique in ARMS:
     arm = f"{name}, {technique or 'nearest'}"
@@ -128,7 +128,7 @@ def _macs() -> dict[str, int]:
   from fp8jax.config import resolve
   from fp8jax.kernels import choose
 
-  c = pretrain_tiny.get_config("0p8m-python_docs-float32")
+  c = pretrain_tiny.get_config("3m-python_docs-float32")
   of = cost.macs_per_token(resolve.resolve(c, 1, choose.current_device()).model)
   return {k: v for k, v in of.items() if k != "head"}
 
