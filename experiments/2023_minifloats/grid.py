@@ -111,7 +111,7 @@ def of_layer(name: str) -> dict[str, float]:
 
 def run(kept: served.Kept, lab: pathlib.Path):
   folder = str(lab / "runs/3m-python_docs-bf16-512steps-seed0")
-  model = functools.cache(lambda: served.tiny(folder, TOKENS))
+  model = functools.cache(lambda: served.tiny(folder, TOKENS, size="3m"))
   for name, technique in ARMS:
     arm = f"{name}, {technique or 'nearest'}"
     kept(arm, lambda n=name, t=technique: of_model(model(), n, t))

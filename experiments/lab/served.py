@@ -139,9 +139,9 @@ def smollm2(tokens: int, window: int = 128) -> Model:
   return _model("smollm2-135m", spec, params, texts)
 
 
-def tiny(workdir: str, tokens: int, window: int = 128) -> Model:
-  """A 0.8M model of the lab on the manual and on Brown, computed in float32."""
-  c = pretrain_tiny.get_config("0p8m-python_docs-float32")
+def tiny(workdir: str, tokens: int, window: int = 128, size: str = "0p8m") -> Model:
+  """A model of the lab of a size of pretrain_tiny, on the manual and on Brown, in float32."""
+  c = pretrain_tiny.get_config(f"{size}-python_docs-float32")
   c.seq_len, c.eval.batch = window, 8
   spec = resolve.resolve(c, 1, choose.current_device())
   params = restore.load_trained(spec, workdir).params

@@ -28,7 +28,7 @@ from fp8jax.data import loader  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
 from fp8jax.models import transformer  # noqa: E402
 from fp8jax.models.hf import weights  # noqa: E402
-from fp8jax.ops import linear  # noqa: E402
+from fp8jax.ops import products  # noqa: E402
 from fp8jax.report import charts, page  # noqa: E402
 from fp8jax.run import provenance  # noqa: E402
 
@@ -70,7 +70,7 @@ def watched(loss, params, tokens: int, sites: str = "layers/"):
     sites: how the names of those that are kept begin.
   """
   seen: dict[str, list] = {}
-  multiply = linear.weight_gradient
+  multiply = products.weight_gradient
 
   def watching(spec, x, g, dtype, inputs, w=None):
     def keep(x, w, g):
@@ -82,10 +82,10 @@ def watched(loss, params, tokens: int, sites: str = "layers/"):
       jax.debug.callback(keep, x, w, g)
     return multiply(spec, x, g, dtype, inputs, w)
 
-  linear.weight_gradient = watching
+  products.weight_gradient = watching
   gradient = jax.block_until_ready(jax.jit(jax.grad(loss))(params))
   jax.effects_barrier()
-  linear.weight_gradient = multiply
+  products.weight_gradient = multiply
   return seen, gradient
 
 
