@@ -99,3 +99,10 @@ def constrain(x, letters: str, layout: Layout):
   if layout.mesh is None or layout.is_manual:
     return x
   return jax.lax.with_sharding_constraint(x, layout.act_sharding(letters))
+
+
+def stacked(specs):
+  """PartitionSpecs of a tree with an axis more in front, which nothing splits."""
+  is_spec = lambda p: isinstance(p, jax.sharding.PartitionSpec)  # noqa: E731
+  lead = lambda p: jax.sharding.PartitionSpec(None, *p)  # noqa: E731
+  return jax.tree.map(lead, specs, is_leaf=is_spec)

@@ -85,7 +85,7 @@ PLACES = {
     )
   ),
   # ptq/moments.py multiplies what a calibration saw, in float32, and nothing of a model.
-  "dot_general": ("ops/linear.py", "kernels/", "ptq/moments.py"),
+  "dot_general": ("ops/products.py", "kernels/", "ptq/moments.py"),
   "dot_product_attention": ("ops/attention.py",),
   # Recorded with a run's results, never obeyed; what XLA asks before it compiles without a GPU; the
   # GPUs that a scheduler leaves to a sweep; a library's threads in worker processes.

@@ -19,7 +19,7 @@ from gpu_check.worker import Context, Wrong
 NORM_BUDGET = 0.005
 
 
-def run(context: Context, product, shape, config=None, adds=False, groups=False) -> dict[str, Any]:
+def run(context: Context, product, shape, config=None, kind="") -> dict[str, Any]:
   """{"lattice": number of wrong elements, "norm_error", "sum_error"} of one way to cut up the work.
 
   Raises:
@@ -27,15 +27,16 @@ def run(context: Context, product, shape, config=None, adds=False, groups=False)
       core's 14 bits and the result's rounding explain.
   """
   del context
-  program = programs.gemm(product, tuple(shape), config, adds, groups)
+  program = programs.gemm(product, tuple(shape), config, kind)
   function = jax.jit(program.function)
   found = {}
-  for kind in ("lattice", "normal"):
-    make = functools.partial(operands.MAKERS[kind], np.random.default_rng(7))
-    case = _groups_case if groups else _case
-    arguments, want, magnitudes = case(make, product, tuple(shape), adds)
+  case = {"groups": _groups_case, "layers": _layers_case}.get(kind, _case)
+  for numbers in ("lattice", "normal"):
+    make = functools.partial(operands.MAKERS[numbers], np.random.default_rng(7))
+    arguments, want, magnitudes = case(make, product, tuple(shape), kind == "adds")
     got = np.asarray(jax.tree.leaves(function(*arguments))[0].astype(jnp.float32), np.float64)
-    found |= compare(got, want, magnitudes, programs.out_dtype(product), exact=kind == "lattice")
+    is_exact = numbers == "lattice"
+    found |= compare(got, want, magnitudes, programs.out_dtype(product), exact=is_exact)
   return found
 
 
@@ -89,6 +90,23 @@ def _case(make, product: str, shape, adds: bool):
     return (a, b), want, magnitudes
   total = make(m, n)
   return (jnp.asarray(total), a, b), want + total, magnitudes + np.abs(total)
+
+
+def _layers_case(make, product: str, shape, adds: bool):
+  """The same of layer 1 of a stack; the others are left as they were."""
+  del adds
+  layers, (m, n, _) = programs.LAYERS, shape
+  cases = [_case(make, product, shape, product == "wgrad") for _ in range(layers)]
+  if product == "wgrad":
+    (_, a, b), want, magnitudes = cases[1]
+    sums = np.stack([np.asarray(total) for (total, *_), *_ in cases]).astype(np.float64)
+    stack = jnp.asarray(sums, jnp.float32)
+    magnitudes = np.concatenate([np.abs(sums[0]), magnitudes, np.abs(sums[2])])
+    want = np.stack([sums[0], want, sums[2]])
+    return (stack, a, b, jnp.int32(1)), want, magnitudes.reshape(layers, m, n)
+  (a, _), want, magnitudes = cases[1]
+  stack = jax.tree.map(lambda *x: jnp.stack(x), *(b for (_, b), *_ in cases))
+  return (a, stack, jnp.int32(1)), want, magnitudes
 
 
 def _groups_case(make, product: str, shape, adds: bool):

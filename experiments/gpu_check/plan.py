@@ -119,13 +119,18 @@ def _gemm_families(is_dry: bool) -> dict[str, dict[str, Any]]:
       ("wgrad", "wgrad", None), ("wgrad/cluster2", "wgrad", {**INLINE, "cluster_m": 2}),
       ("wgrad/warpgroup", "wgrad", {**WARPGROUP, "tile_n": 160, "stages": 3}),
     ]),
+    # A layer of a stack: B of the forward product, the sum of the weight gradient.
+    "gemm_layers": _products("gemm_layers", shapes[:1], [
+      *both(None), ("fwd/cluster1", "fwd", {**WARPGROUP, "cluster_m": 1}),
+      ("wgrad/cluster1", "wgrad", {**INLINE, "cluster_m": 1}),
+    ]),
     # M is the number of tokens here, N and K an expert's sizes.
     "gemm_groups": _products("gemm_groups", [(300, 192, 256)] if is_dry else [(2000, 1536, 1024)], [
       ("fwd", "fwd", None), ("wgrad", "wgrad", None),
     ]),
   }  # fmt: skip
-  for name, extra in (("gemm_add_to", {"adds": True}), ("gemm_groups", {"groups": True})):
-    found[name] = {line: values | extra for line, values in found[name].items()}
+  for name, kind in (("gemm_add_to", "adds"), ("gemm_groups", "groups"), ("gemm_layers", "layers")):
+    found[name] = {line: values | {"kind": kind} for line, values in found[name].items()}
   return found
 
 

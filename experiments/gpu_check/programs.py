@@ -21,12 +21,14 @@ from fp8jax.kernels.quantize import prologues
 from fp8jax.optim import storage
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.quantization import scaled_matrix as scaled_matrix_lib
+from fp8jax.quantization.scaled_matrix import Entry
 from fp8jax.recipe import library
 from fp8jax.recipe.quant import Scale
 from gpu_check import operands
 
 BLOCK = library.RECIPES["block_128"]
 GROUPS = 4  # experts
+LAYERS = 3
 PRODUCERS = {p.name: p for p in (prologues.RMS_NORM, prologues.SWIGLU, prologues.SWIGLU_BACKWARD)}
 # Quants by the axis that is contracted, of an input, a weight [in, out] and a gradient.
 QUANTS = {
@@ -77,28 +79,44 @@ def out_dtype(product: str):
   return jnp.float32 if product == "wgrad" else jnp.bfloat16
 
 
-def gemm(product, shape, config=None, adds: bool = False, groups: bool = False) -> Program:
+def gemm(product, shape, config=None, kind: str = "") -> Program:
   """D [M, N] = A . B' of (M, N, K).
 
   Args:
     product: "fwd" or "wgrad", whose operands of recipe block_128 are multiplied.
     config: fields of tiles.Config; None takes the kernel's own choice.
-    adds: whether a float32 sum is added to, in place.
-    groups: M tokens are divided among GROUPS experts; N and K are an expert's sizes.
+    kind: "adds": a float32 sum is added to, in place. "groups": M tokens are divided among GROUPS
+      experts; N and K are an expert's sizes. "layers": B, or the sum that is added to, is one layer
+      of a stack of LAYERS, whose number is the last operand.
   """
-  if groups:
+  if kind == "groups":
     return _grouped(product, *shape)
   m, n, k = shape
   spec, dtype = getattr(BLOCK, product), out_dtype(product)
   how = dict(out_dtype=dtype, config=tile_config.Config(**config) if config else None)
   operands = (scaled_matrix(spec.lhs, m, k), scaled_matrix(spec.rhs, n, k))
-  if not adds:
+  if not kind:
     return Program(functools.partial(mosaic_sm90_lib.matmul, **how), operands)
+  if kind == "layers":
+    return _of_layer(product, shape, operands, how)
 
   def add(total, a, b):
     return (mosaic_sm90_lib.matmul(a, b, add_to=total, **how),)
 
   return Program(add, (array(dtype, m, n), *operands), donates=1)
+
+
+def _of_layer(product: str, shape, operands, how) -> Program:
+  (m, n, k), (a, b), number = shape, operands, array(jnp.int32)
+  if product == "wgrad":
+
+    def add(sums, a, b, i):
+      return (mosaic_sm90_lib.matmul(a, b, add_to=Entry(sums, i), **how),)
+
+    return Program(add, (array(jnp.float32, LAYERS, m, n), a, b, number), donates=1)
+  stack = scaled_matrix(getattr(BLOCK, product).rhs, n, k, LAYERS)
+  read = lambda a, b, i: mosaic_sm90_lib.matmul(a, Entry(b, i), **how)  # noqa: E731
+  return Program(read, (a, stack, number))
 
 
 def _grouped(product: str, tokens: int, n: int, k: int) -> Program:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fp8jax import axes
-from fp8jax.ops import collectives, gemm_spec, linear, observe
+from fp8jax.ops import collectives, gemm_spec, observe, products
 from fp8jax.ops.gemm_spec import Role
 from fp8jax.ops.site import ActivationSite, ScalingInputs, Site
 from fp8jax.ops.stored_params import Parts
@@ -118,7 +118,7 @@ def _run(static, *args, is_differentiated: bool):
     def one(carry, xs):
       h, targets, weights, sources, h_teacher = xs
       spec = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
-      logits_BCV, _ = linear.forward(spec, h, head, inputs)
+      logits_BCV, _ = products.forward(spec, h, head, inputs)
       loss_BC, g_BCV, parts = losses(logits_BCV, targets, weights, h_teacher)
       if not is_differentiated:
         return (_added(carry[0], loss_BC, weights, sources, parts),), None
@@ -127,9 +127,9 @@ def _run(static, *args, is_differentiated: bool):
         here = observe.logits_stats(logits_BCV, logits_site)
         logits_stats = tensor_stats.combine(logits_stats, here)
       g_BCV = (g_BCV if gain == 1 else gain * g_BCV).astype(h.dtype)
-      dh = linear.data_gradient(spec, g_BCV, head, inputs, h)
+      dh = products.data_gradient(spec, g_BCV, head, inputs, h)
       if not is_frozen:
-        dhead = dhead + linear.weight_gradient(spec, h, g_BCV, dtype, inputs, head)
+        dhead = dhead + products.weight_gradient(spec, h, g_BCV, dtype, inputs, head)
       tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))
       here = [observe.operand_stats(spec, role, t, inputs) for role, t in tensors]
       observed = tensor_stats.combine(observed, jnp.stack(here))
@@ -183,7 +183,7 @@ def _losses(teacher: Teacher | None, eqn: str, letters: str, layout: axes.Layout
   def distilled(logits_BCV, targets_BC, weights_BC, h_BCD):
     both = _loss_and_gradient(logits_BCV, targets_BC, weights_BC, layout)
     spec = gemm_spec.make_spec(eqn, h_BCD, head, inside, out_dtype=jnp.float32)
-    teacher_BCV, _ = linear.forward(spec, h_BCD, head, ScalingInputs(None, None))
+    teacher_BCV, _ = products.forward(spec, h_BCD, head, ScalingInputs(None, None))
     return _distilled(logits_BCV, teacher_BCV, *both, weights_BC, teacher, layout)
 
   return distilled

@@ -32,7 +32,7 @@ Two more operations are made of linear layers and have a `custom_vjp` of their o
   forward_with_residuals                   ys and Residuals
   gradients                                cotangents of x, ws and taps from Residuals and gs
   Residuals.input, vjp_of_input            x again, and the cotangent of its sources
-  forward, data_gradient, weight_gradient  one GEMM each, also inside another `shard_map`
+  products.py                              one GEMM each, also inside another `shard_map`
 
 swiglu_mlp.py joins the backward passes of three layers. cross_entropy.py multiplies the three GEMMs
 of the head for one chunk of positions at a time. dots.py calls `multiply` for all others.
@@ -45,19 +45,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from fp8jax.kernels.gemm import api as gemm_api
-from fp8jax.ops import collectives, observe, operands, prologue, quantizer, site_checks, straight
+from fp8jax.ops import observe, operands, products, prologue, quantizer, site_checks, straight
 from fp8jax.ops import residuals as residuals_lib
 from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role
-from fp8jax.ops.operands import Operand
 from fp8jax.ops.prologue import Prologue
 from fp8jax.ops.site import ScalingInputs
-from fp8jax.ops.stored_params import backward_view, cotangent, gemm_operand, is_stored, parts_of
-from fp8jax.quantization import hadamard, tensor_stats
-from fp8jax.quantization.scaled_matrix import ScaledMatrix
-from fp8jax.recipe.gemm import Recipe
+from fp8jax.ops.stored_params import (
+  backward_view,
+  cotangent,
+  gemm_operand,
+  is_stored,
+  parts_of,
+  sums_of,
+)  # fmt: skip
+from fp8jax.quantization import tensor_stats
 
 # Name of residuals that are operands, for remat policies (see jax.ad_checkpoint.checkpoint_name).
 SAVED_NAME = "operands"
@@ -148,7 +150,7 @@ def forward_only(specs, x, ws, inputs):
   ys = []
   for n, (spec, w, i) in enumerate(zip(specs, ws, inputs)):
     (x_fwd,) = provider.make(spec, n, i, (Role.X_FWD,))
-    ys.append(forward(spec, x_fwd, read_weight(spec, w), i)[0])
+    ys.append(products.forward(spec, x_fwd, read_weight(spec, w), i)[0])
   return tuple(ys)
 
 
@@ -178,7 +180,7 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
       (x_fwd,) = provider.make(spec, n, i, (Role.X_FWD,))
       saves_x |= not spec.is_frozen
     saves_x |= straight.is_needed(spec, Role.X_FWD)
-    y, amax_w = forward(spec, x_fwd, w, i, wants_amax=spec.observes_amax_only)
+    y, amax_w = products.forward(spec, x_fwd, w, i, wants_amax=spec.observes_amax_only)
     ys.append(y)
     # The backward pass observes an x that it computes again: a remat then computes it once less.
     is_later = is_recomputed and not spec.saves_operand and not spec.is_frozen
@@ -221,7 +223,7 @@ def gradients(specs, residuals: Residuals, gs):
         spec, g, i, spec.roles_of_g, spec.observes_amax_only
       )
     g_dgrad, g_wgrad = operands_of_g[0], operands_of_g[-1]
-    dx_n = data_gradient(spec, g_dgrad, w, i, x)
+    dx_n = products.data_gradient(spec, g_dgrad, w, i, x)
     dx = dx_n if dx is None else dx + dx_n
     if spec.is_frozen:
       dws.append(None)
@@ -231,7 +233,11 @@ def gradients(specs, residuals: Residuals, gs):
       else:
         (x_wgrad,) = provider.make(spec, n, i, (Role.X_WGRAD,))
       dtype = jnp.float32 if is_stored(stored_w) else w.dtype
-      dw = weight_gradient(spec, x_wgrad, g_wgrad, dtype, i, w, parts_of(stored_w))
+      sums = sums_of(stored_w)
+      if sums is not None and products.adds(spec):
+        dw = products.added_weight_gradient(spec, x_wgrad, g_wgrad, sums, i)
+      else:
+        dw = products.weight_gradient(spec, x_wgrad, g_wgrad, dtype, i, w, parts_of(stored_w))
       dws.append(cotangent(stored_w, dw))
     stats_x, stats_w = residuals.stats[n]
     stats_x = provider.amax if stats_x is None else stats_x
@@ -264,135 +270,3 @@ def _backward(specs, residuals, gs):
 
 
 _multiply.defvjp(forward_with_residuals, _backward)
-
-
-# --- the three GEMMs -----------------------------------------------------------------------------
-
-_P = jax.sharding.PartitionSpec
-
-
-def forward(spec: GemmSpec, x, w, inputs: ScalingInputs, wants_amax: bool = False):
-  """(x[acts] . w[at rest] -> y[acts] {sum over the axes of the contracted letters}, amax).
-
-  The float32 [1] amax of w is None unless it is wanted and the quantizer finds it. Here and below,
-  x and g may be their ScaledMatrix in the GEMM's role.
-  """
-  s, layout, w = spec.letters, spec.layout, operands.ahead(w, Role.W_FWD)
-  over = tuple(a for c in s.w for a in layout.weight_axes(c))
-
-  def local(x, w, inputs):
-    a = operands.operand(spec, Role.X_FWD, x, inputs)
-    b = operands.operand(spec, Role.W_FWD, w, inputs, wants_amax)
-    amax = b.amax
-    if amax is not None:
-      amax = tensor_stats.over_mesh(amax[None], () if layout.is_manual else over)
-    y = product(spec, "fwd", a, b, spec.out_dtype, inputs)
-    if spec.recipe.fwd.compensates:
-      rest = _compensation(spec, x, w, inputs) * np.float32(spec.gain("fwd") or 1.0)
-      y = y + rest.astype(y.dtype)
-    return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted), amax
-
-  of_x = spec.partition_spec(Role.X_FWD, x)
-  specs = (of_x, operands.weight_specs(spec, w), _P())
-  return collectives.on_mesh(local, layout, specs, (layout.act_spec(s.y), _P()))(x, w, inputs)
-
-
-def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs, x=None):
-  """g[acts] . w[at rest]' -> dx[acts] {sum over the axes of w's free letters}.
-
-  Args:
-    x: the forward pass's, an array or a Prologue, for recipes that `straight.is_needed` names.
-  """
-  s, layout, w = spec.letters, spec.layout, operands.ahead(w, Role.W_DGRAD)
-
-  def local(g, w, inputs):
-    a = operands.operand(spec, Role.G_DGRAD, g, inputs)
-    b = operands.operand(spec, Role.W_DGRAD, w, inputs)
-    is_final = not straight.is_needed(spec, Role.X_FWD)
-    dx = product(spec, "dgrad", a, b, spec.x_dtype if is_final else jnp.float32, inputs)
-    return collectives.sum_over(operands.unflatten(dx, a, b, s.x), layout, s.produced)
-
-  of_g = spec.partition_spec(Role.G_DGRAD, g)
-  specs = (of_g, operands.weight_specs(spec, w, Role.W_DGRAD), _P())
-  dx = collectives.on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
-  return straight.cotangent(spec, Role.X_FWD, x, dx, inputs, spec.x_dtype)
-
-
-def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs, w=None, parts=None):
-  """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes only the weight is split on}.
-
-  Args:
-    w: the weight, for recipes that `straight.is_needed` names.
-    parts: Parts of which dw is wished, see straight.axes_of_terms.
-  """
-  s, layout, later = spec.letters, spec.layout, straight.axes_of_terms(spec, parts)
-
-  def local(x, g, inputs):
-    a = operands.operand(spec, Role.X_WGRAD, x, inputs)
-    b = operands.operand(spec, Role.G_WGRAD, g, inputs)
-    is_final = not straight.is_needed(spec, Role.W_FWD)
-    dw = product(spec, "wgrad", a, b, dtype if is_final else jnp.float32, inputs)
-    dw = operands.unflatten(dw, a, b, s.w)
-    return collectives.scatter_gradient(dw, s.w, s.tokens, layout, later)
-
-  in_specs = ((Role.X_WGRAD, x), (Role.G_WGRAD, g))
-  specs = (*(spec.partition_spec(role, t) for role, t in in_specs), _P())
-  place = _P(later, *layout.weight_spec(s.w)) if later else layout.weight_spec(s.w)
-  dw = collectives.on_mesh(local, layout, specs, place)(x, g, inputs)
-  return straight.cotangent(spec, Role.W_FWD, w, dw, inputs, dtype, later)
-
-
-def _compensation(spec: GemmSpec, x, w, inputs: ScalingInputs):
-  """float32 [batch?, M, N]: what the Clamp of x took away, times w, both unquantized."""
-  wide = dataclasses.replace(spec, recipe=Recipe("compensation"), x_dtype=jnp.dtype(jnp.float32))
-  a = operands.operand(wide, Role.X_FWD, operands.outliers(spec, x), inputs)
-  b = operands.operand(wide, Role.W_FWD, w, inputs)
-  with jax.named_scope("compensation"):  # no product of the recipe, and none is in its place
-    return _unquantized(a, b, jnp.float32)
-
-
-def product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype, inputs: ScalingInputs):
-  """[batch?, M, N] in out_dtype: rows rotated back, the gain applied."""
-  dtype, gain, rows = out_dtype, spec.gain(gemm), spec.gemm(gemm).rotate_rows
-  if gain is None and not any(rows):
-    return _product(spec, gemm, a, b, dtype)
-  y, key = _product(spec, gemm, a, b, jnp.float32), quantizer.signs_key(spec, gemm, inputs)
-  for axis, rotation in zip((y.ndim - 2, y.ndim - 1), rows, strict=True):
-    if rotation:
-      y = hadamard.rotate(y, rotation, axis, key, inverse=True)
-  return (y if gain is None else y * np.float32(gain)).astype(dtype)
-
-
-def _product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype):
-  # The compiled program carries this name: the check of FP8 GEMMs finds the product by it.
-  with jax.named_scope(f"{spec.name}:{gemm}"):
-    if not spec.gemm(gemm).multiplies_codes:
-      return _unquantized(a, _dequantized(b, spec.x_dtype), out_dtype)
-    multiply = functools.partial(
-      gemm_api.scaled_matmul,
-      accumulate=spec.gemm(gemm).accumulate,
-      backend=spec.backend(gemm),
-      out_dtype=out_dtype,
-      spare=spec.layout.spare,
-    )
-    return (jax.vmap(multiply) if a.batch else multiply)(a.value, b.value)
-
-
-def _dequantized(b: Operand, dtype) -> Operand:
-  """Of a weight that alone is quantized the numbers of its codes."""
-  if not isinstance(b.value, ScaledMatrix):
-    return b
-
-  def one(value):
-    # The barrier keeps the cast there and back, which a GPU's compiler may drop.
-    codes = dataclasses.replace(value, data=jax.lax.optimization_barrier(value.data))
-    return codes.dequantize(dtype)
-
-  return dataclasses.replace(b, value=(jax.vmap(one) if b.batch else one)(b.value))
-
-
-def _unquantized(a: Operand, b: Operand, out_dtype):
-  lead, last = tuple(range(a.value.ndim - 2)), a.value.ndim - 1
-  return jax.lax.dot_general(
-    a.value, b.value, (((last,), (last,)), (lead, lead)), preferred_element_type=out_dtype
-  )

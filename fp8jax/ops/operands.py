@@ -2,9 +2,9 @@
 
 Two GEMMs of a linear layer take the same activation, one along its features, one along its tokens,
 and several linear layers may share an input. An operand is made ahead of its GEMMs if a kernel
-makes both from one reading (kernels/quantize), or if several GEMMs take the same one. The kernel
-also computes an activation that is a prologue (prologue.py). Any other operand is made by its GEMM
-(`operand`), inside `shard_map` or on a single device, where every size is a device's own.
+makes both from one reading (kernels/quantize), also of an activation that is a prologue, or if
+several GEMMs take the same one. Its GEMM makes any other (`operand`), inside `shard_map` or on a
+single device, where every size is a device's own.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.prologue import Prologue
 from fp8jax.ops.quantizer import Quantizer
 from fp8jax.ops.site import ScalingInputs
-from fp8jax.ops.stored_params import WeightOperands
 from fp8jax.quantization import quantize, scaled_matrix, stored_matrix, tensor_stats
+from fp8jax.quantization.scaled_matrix import Entry
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import WHOLE, Quant
 
@@ -65,7 +65,7 @@ def operand(
   """
   letters, free, contracted = spec.letters_of(role)
   batch, layout = spec.letters.batch, spec.layout
-  if isinstance(t, scaled_matrix.ScaledMatrix):
+  if isinstance(t, scaled_matrix.ScaledMatrix | Entry):
     return Operand(t, free, batch, spec.local_sizes())
   quantizer, dtype = Quantizer.of(spec, role, inputs, wants_amax), spec.x_dtype
   if spec.remakes(role):
@@ -153,16 +153,11 @@ def unflatten(product, a: Operand, b: Operand, out: str):
   return jnp.transpose(product, [have.index(c) for c in out]) if have != out else product
 
 
-def ahead(w, role: Role):
-  """A weight's operand in a role, if it was made ahead of its products; else the weight."""
-  if not isinstance(w, WeightOperands):
-    return w
-  return w.fwd if role is Role.W_FWD else w.dgrad
-
-
 def weight_specs(spec: GemmSpec, w, role: Role = Role.W_FWD):
   """PartitionSpecs of a weight at rest: an array, codes, a matrix that inference multiplies, or the
   operand of a role."""
+  if isinstance(w, Entry):
+    return Entry(axes.stacked(spec.quantized_spec(role)), jax.sharding.PartitionSpec())
   if isinstance(w, scaled_matrix.ScaledMatrix):
     return spec.quantized_spec(role)
   whole = spec.layout.weight_spec(spec.letters.w)

@@ -13,6 +13,10 @@ parameter and a placeholder, zeros in the format of the gradient. The gradient i
 cotangent. Each layer's backward pass converts it, so that float32 gradients of one layer exist at a
 time. Placeholders are never read and leave nothing in the compiled program.
 
+Microbatches on one device: a layer's gradient may be added where it is made to the sum of those
+before it, one entry of a stack (`Weight.layer`). The placeholder is that stack then, and the
+gradient the stack with this one added.
+
 Microbatches on a mesh: the gradients of all devices that hold the same weight need one sum per
 step, not one per microbatch. Such a Weight's gradient has an axis more, of `Parts`, along which
 every device keeps its own terms until the step adds them up.
@@ -27,7 +31,7 @@ import jax.numpy as jnp
 from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.bf16_remainder import SplitFloat32
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
-from fp8jax.quantization.scaled_matrix import ScaledMatrix
+from fp8jax.quantization.scaled_matrix import Entry, ScaledMatrix
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import Quant
 
@@ -55,14 +59,15 @@ class WeightOperands:
   """A weight as the operands of its products, gathered and quantized (ops/weight_operands.py).
 
   Attributes:
-    fwd: [produced, contracted] of the forward product; None in residuals of products.
-    dgrad: [contracted, produced] of the data gradient.
+    fwd: [produced, contracted] of the forward product, perhaps as an entry of the stack of all
+      layers; None in residuals of products.
+    dgrad: [contracted, produced] of the data gradient; likewise.
     stats: float32 [S], what the weight's site observes of it.
     shape: of the weight.
   """
 
-  fwd: ScaledMatrix | None
-  dgrad: ScaledMatrix
+  fwd: ScaledMatrix | Entry | None
+  dgrad: ScaledMatrix | Entry
   stats: jax.Array
   shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
@@ -74,12 +79,15 @@ class Weight:
 
   Attributes:
     stored: the parameter: float32 array, QuantizedTensor or SplitFloat32; or its WeightOperands.
-    placeholder: zeros like its gradient, float32 or QuantizedTensor; None in residuals.
+    placeholder: zeros like its gradient, float32 or QuantizedTensor; None in residuals. With
+      `layer` float32 sums, stacked, which residuals keep.
     key: random key of the gradient's rounding, one per layer if parameters are stacked.
     autoscale: that of `quantized_tensor.pack`, or None; one per layer too.
     quant: format of the gradient; None for float32.
     is_frozen: whether it has no gradient; placeholder and key are then None.
     parts: of a float32 gradient that is summed over devices later; None for one that is the sum.
+    layer: int32, number of the entry that the gradient is added to; None if it is not. Nothing may
+      read such a weight twice: the sums before it would count twice.
   """
 
   stored: Any
@@ -89,6 +97,7 @@ class Weight:
   quant: Quant | None = dataclasses.field(default=None, metadata=dict(static=True))
   is_frozen: bool = dataclasses.field(default=False, metadata=dict(static=True))
   parts: Parts | None = dataclasses.field(default=None, metadata=dict(static=True))
+  layer: Any = None
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -133,8 +142,9 @@ def gemm_operand(w, takes_bf16: bool = False) -> Any:
 
 
 def residual_view(w):
-  """A parameter as a residual: without its placeholder."""
-  return dataclasses.replace(w, placeholder=None) if isinstance(w, Weight) else w
+  """A parameter as a residual: without its placeholder, unless that has the sums so far."""
+  is_read = not isinstance(w, Weight) or w.layer is not None
+  return w if is_read else dataclasses.replace(w, placeholder=None)
 
 
 def backward_view(w):
@@ -149,7 +159,7 @@ def with_grad_placeholders(tree):
   """The inverse of `residual_view` of every parameter of a tree; they are not stacked."""
 
   def one(w):
-    if not isinstance(w, Weight) or w.is_frozen:
+    if not isinstance(w, Weight) or w.is_frozen or w.layer is not None:
       return w
     placeholder = grad_placeholder(w.stored, w.quant, 0, w.parts)
     return dataclasses.replace(w, placeholder=placeholder)
@@ -162,15 +172,23 @@ def frozen(w) -> Weight:
   return Weight(w, None, None, is_frozen=True)
 
 
+def sums_of(w) -> Entry | None:
+  """The sum of gradients, an entry of a stack, that a parameter's is added to; None if none is."""
+  return Entry(w.placeholder, w.layer) if isinstance(w, Weight) and w.layer is not None else None
+
+
 def cotangent(w, g):
   """The cotangent of a parameter from the cotangent g of its `compute_copy`, or from the terms of
-  that of which it has Parts; None if frozen."""
+  that of which it has Parts, or from the stack of `sums_of` to which g is added already; None if
+  frozen."""
   if is_frozen(w):
     return None
   if not isinstance(w, Weight):
     return g
   if w.parts and g.ndim == len(w.shape):
     g = w.parts.of_whole(g)
+  if (sums := sums_of(w)) is not None and g.ndim == len(w.shape):
+    g = sums.plus(g)
   return Weight(None, _stored_gradient(w, g), None, None, w.quant, parts=w.parts)
 
 

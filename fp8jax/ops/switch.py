@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax.ops import gemm_spec, linear, operands, stored_params
+from fp8jax.ops import gemm_spec, operands, products, stored_params
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.gemm_spec import Role
 from fp8jax.ops.site import ScalingInputs
@@ -159,7 +159,7 @@ def dot(eqn: str, x, w, site: SwitchedSite, out_dtype):
 
   def product(x, w):
     a, b = (dataclasses.replace(of, value=t) for of, t in ((plain_x, x), (plain_w, w)))
-    return linear.product(plain, "fwd", a, b, spec.out_dtype, inputs)
+    return products.product(plain, "fwd", a, b, spec.out_dtype, inputs)
 
   if isinstance(site, OptionSite):
     specs = [dataclasses.replace(plain, recipe=option) for option in site.options]

@@ -19,6 +19,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from fp8jax import axes
 from fp8jax.ops import gemm_spec, joint, linear, multiplied, observe, operands, straight
 from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.site import ScalingInputs, Site
@@ -98,9 +99,7 @@ def of_block(
 
 def specs(spec: GemmSpec, shape: tuple[int, ...]) -> WeightOperands:
   """PartitionSpecs of a stack of operands."""
-  lead = lambda p: jax.sharding.PartitionSpec(None, *p)  # noqa: E731
-  is_spec = lambda p: isinstance(p, jax.sharding.PartitionSpec)  # noqa: E731
-  fwd, dgrad = (jax.tree.map(lead, spec.quantized_spec(role), is_leaf=is_spec) for role in ROLES)
+  fwd, dgrad = (axes.stacked(spec.quantized_spec(role)) for role in ROLES)
   return WeightOperands(fwd, dgrad, cast(Any, jax.sharding.PartitionSpec()), shape)
 
 

@@ -1,6 +1,7 @@
 """A quantized matrix and its scales."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,3 +80,28 @@ class ScaledMatrix:
       return self.values.astype(dtype)
     scale = per_element(self.scale, self.tile, self.shape)
     return (self.in_one_piece().data.astype(jnp.float32) * scale).astype(dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """One entry of a stack, for whoever reads or writes it where it lies.
+
+  Attributes:
+    stack: an array or a ScaledMatrix, with an axis more in front.
+    index: int32, of the entry.
+  """
+
+  stack: Any
+  index: Any
+
+  def take(self):
+    """The entry alone, for which it is copied out of the stack."""
+    return jax.tree.map(
+      lambda x: jax.lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False), self.stack
+    )
+
+  def plus(self, x):
+    """The stack, an array, with x added to this entry."""
+    total = self.take() + x
+    return jax.lax.dynamic_update_index_in_dim(self.stack, total, self.index, 0)

@@ -81,7 +81,7 @@ def gradients(
     return value, gradients_lib.add(sums, gradient, key), stats, aux
 
   nothing = jax.tree.map(jnp.zeros_like, sinks)
-  in_place = _Sums(spec, params, parts, ahead, made, total, teacher)
+  in_place = _Sums(spec, params, (parts, ahead, _joined(spec, sites)), made, total, teacher)
   added = in_place if adds_in_place(spec) else apart
   value, gradient, stats, aux = _of_microbatches(spec, added, batch, sites, nothing)
   return value, _summed(spec, gradient, parts), site_tree.by_name(sites, stats), aux
@@ -120,12 +120,17 @@ def adds_in_place(spec: train_spec.TrainSpec) -> bool:
 
 
 class _Sums:
-  """Adds gradients to sums like the differentiated values, in place (layer_loop.Consumer)."""
+  """Adds gradients to sums like the differentiated values, in place (layer_loop.Consumer).
 
-  def __init__(self, spec: train_spec.TrainSpec, params, parts, ahead, made, total, teacher):
-    self._spec, self._params, self._trees = spec, params, (spec.leaves, parts, ahead)
+  On one device the products of layers add their weights' themselves (`_joined`), each as soon as
+  it is made, and a kernel that can adds them before it stores them. On a mesh a layer's are summed
+  over devices first.
+  """
+
+  def __init__(self, spec: train_spec.TrainSpec, params, trees, made, total, teacher):
+    self._spec, self._params, self._trees = spec, params, (spec.leaves, *trees)
     self._made, self._total, self._teacher = made, total, teacher
-    self._places = None if spec.run.layout.mesh is None else _places(spec, parts)
+    self._places = None if spec.run.layout.mesh is None else _places(spec, trees[0])
 
   def __call__(self, batch, micro, sites, sums):
     """(loss, sums, observations, Aux) of a microbatch [B, L]."""
@@ -137,23 +142,26 @@ class _Sums:
     )
     return value, sums, stats, aux
 
-  def sinks(self, params, part):
-    leaves, parts, ahead = map(part, self._trees)
+  def sinks(self, params, part, carry=None):
+    leaves, parts, ahead, joined = map(part, self._trees)
 
-    def one(leaf, param, parts, ahead):
-      return _sink(dataclasses.replace(leaf, lead=0), param, parts, ahead)
+    def one(leaf, param, parts, ahead, joined, sums=None):
+      return sums if joined else _sink(dataclasses.replace(leaf, lead=0), param, parts, ahead)
 
-    return jax.tree.map(one, leaves, params, parts, ahead)
+    sums = () if carry is None else (part(carry),)
+    return jax.tree.map(one, leaves, params, parts, ahead, joined, *sums)
 
-  def paired(self, params, sinks, part):
-    leaves, parts, ahead = map(part, self._trees)
+  def paired(self, params, sinks, part, i=None):
+    leaves, parts, ahead, joined = map(part, self._trees)
 
-    def one(leaf, param, sink, parts, ahead):
+    def one(leaf, param, sink, parts, ahead, joined):
+      if joined:
+        return stored_params.Weight(param, sink, None, layer=i)
       if leaf.is_frozen or _is_own_sink(leaf, param, parts, ahead):
         return _weight(leaf, param, sink, parts, ahead, step=0, micro=0, grad_autoscale=None)
       return stored_params.Weight(param, sink, None, parts=parts)
 
-    return jax.tree.map(one, leaves, params, sinks, parts, ahead)
+    return jax.tree.map(one, leaves, params, sinks, parts, ahead, joined)
 
   def layer_params(self, i, carry):
     del carry
@@ -170,14 +178,17 @@ class _Sums:
   def layer(self, i, gradient, stats, carry):
     del stats
 
-    def one(total, g, place=None):
+    def one(joined, total, g, place=None):
+      if joined:  # the sums with it
+        return g
       if place is not None:
         of_layer = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
         g = jax.lax.with_sharding_constraint(g, of_layer)
       return jax.lax.dynamic_update_index_in_dim(total, total[i] + g, i, 0)
 
     places = () if self._places is None else (self._places["layers"],)
-    return {**carry, "layers": jax.tree.map(one, carry["layers"], gradient, *places)}
+    joined = layer_loop.of_layers(self._trees[-1])
+    return {**carry, "layers": jax.tree.map(one, joined, carry["layers"], gradient, *places)}
 
 
 def _parts(spec: train_spec.TrainSpec):
@@ -197,6 +208,24 @@ def _parts(spec: train_spec.TrainSpec):
   if layout.mesh is None or spec.grad_accum_steps == 1:
     return jax.tree.map(lambda leaf: None, spec.leaves)
   return jax.tree.map(one, spec.leaves, spec.declaration)
+
+
+def _joined(spec: train_spec.TrainSpec, sites):
+  """Tree: whether the gradient of a layer's weight is added to the sums by whoever makes it.
+
+  A site of one product that is the only reader of its weight: the sums would count twice else.
+  """
+  joined = jax.tree.map(lambda leaf: False, spec.leaves)
+  if spec.run.layout.mesh is not None:
+    return joined
+  for mixer in transformer.mixers(spec.model):
+    for site in quantized_once.declared(spec, mixer):
+      own, leaf = (tree["layers"][mixer.key] for tree in (joined, spec.leaves))
+      leaf = leaf[site.name]
+      plain = all(type(of_run[mixer.key][site.name]) is site_lib.Site for of_run in sites["layers"])
+      if plain and not isinstance(leaf, dict):  # of adapters
+        own[site.name] = not leaf.is_frozen and leaf.gradient is None
+  return joined
 
 
 def _ahead(spec: train_spec.TrainSpec):

@@ -7,6 +7,7 @@ moves the layer, gradients.py adds it to the sums of microbatches.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -25,11 +26,15 @@ class Consumer(Protocol):
   `part` of a method takes a tree like the declaration to the part that `params` is of.
   """
 
-  def sinks(self, params, part: Callable) -> Any:
-    """The differentiated values of parameters, which are not stacked."""
+  def sinks(self, params, part: Callable, carry=None) -> Any:
+    """The differentiated values of parameters, which are not stacked.
 
-  def paired(self, params, sinks, part: Callable) -> Any:
-    """The parameters as the model takes them, to be differentiated by their sinks."""
+    Args:
+      carry: of a layer, whose gradient may be added to something in it where it is made.
+    """
+
+  def paired(self, params, sinks, part: Callable, i=None) -> Any:
+    """The parameters as the model takes them, to be differentiated by their sinks; of layer i."""
 
   def layer_params(self, i, carry) -> Any:
     """Those of layer i, as they are stored."""
@@ -111,21 +116,27 @@ def _forward(spec, x_BLD, params, sites, batch, made):
   cfg, run, inputs, total = spec.model, spec.run, [], Aux()
   context = transformer.layer_context(batch, cfg, run)
 
-  def forward(x_BLD, xs):
-    i, s, operands = xs
+  def forward(stacks, x_BLD, xs):
+    i, n, s = xs
     p = jax.tree.map(lambda x: x[i], params["layers"])
-    of_layer = (quantized_once.read(p, operands), s)
+    of_layer = (quantized_once.read(p, quantized_once.layer(stacks, n)), s)
     layer_inputs = residuals.compress(x_BLD, run.residuals.layer_inputs)
     x_BLD, aux = transformer.layer(x_BLD, of_layer, context, cfg, run)
     return x_BLD, (layer_inputs, aux)
 
   for number, (run_, of_run) in enumerate(transformer.runs(sites)):
-    # By number: slices of the stacks would be copies of them.
-    xs = (jnp.arange(run_.start, run_.stop), of_run, made[number] if made else {})
-    x_BLD, (layer_inputs, aux) = jax.lax.scan(forward, x_BLD, xs)
+    stacks = made[number] if made else {}
+    x_BLD, (layer_inputs, aux) = jax.lax.scan(
+      functools.partial(forward, stacks), x_BLD, (*_numbers(run_), of_run)
+    )
     inputs.append(layer_inputs)
     total += aux.sum()
   return x_BLD, inputs, total
+
+
+def _numbers(run_: slice):
+  """Those of the layers of a run, among all and in the run. Slices of stacks would be copies."""
+  return jnp.arange(run_.start, run_.stop), jnp.arange(run_.stop - run_.start)
 
 
 def _backward(spec, g_BLD, g_aux, consumer: Consumer, carry, sites, inputs, batch, made):
@@ -137,13 +148,13 @@ def _backward(spec, g_BLD, g_aux, consumer: Consumer, carry, sites, inputs, batc
   cfg, run, stats = spec.model, spec.run, []
   context = transformer.layer_context(batch, cfg, run)
 
-  def backward(carry, xs):
+  def backward(stacks, carry, xs):
     g_BLD, carry = carry
-    i, layer_inputs, s, operands = xs
-    p = consumer.layer_params(i, carry)
+    i, n, layer_inputs, s = xs
+    p, operands = consumer.layer_params(i, carry), quantized_once.layer(stacks, n)
 
     def again(x_BLD, sinks, taps):
-      weights = quantized_once.attached(consumer.paired(p, sinks, of_layers), operands)
+      weights = quantized_once.attached(consumer.paired(p, sinks, of_layers, i), operands)
       x_BLD, aux = transformer.layer(
         x_BLD, (weights, site_tree.with_taps(s, taps)), context, cfg, run
       )
@@ -152,15 +163,15 @@ def _backward(spec, g_BLD, g_aux, consumer: Consumer, carry, sites, inputs, batc
     # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
     with jax.named_scope("rematted_computation"):
       (_, losses), pull = jax.vjp(
-        again, residuals.decompress(layer_inputs, run.dtype), consumer.sinks(p, of_layers),
+        again, residuals.decompress(layer_inputs, run.dtype), consumer.sinks(p, of_layers, carry),
         site_tree.taps(s),
       )  # fmt: skip
     g_BLD, gradient, stats = pull((g_BLD, {name: g_aux for name in losses}))
     return (g_BLD, consumer.layer(i, gradient, stats, carry)), stats
 
   runs = list(zip(transformer.runs(sites), inputs, made or [{}] * len(inputs), strict=True))
-  for (run_, of_run), saved, operands in reversed(runs):
-    xs = (jnp.arange(run_.start, run_.stop), saved, of_run, operands)
-    (g_BLD, carry), layer_stats = jax.lax.scan(backward, (g_BLD, carry), xs, reverse=True)
+  for (run_, of_run), saved, stacks in reversed(runs):
+    step, xs = functools.partial(backward, stacks), (*_numbers(run_), saved, of_run)
+    (g_BLD, carry), layer_stats = jax.lax.scan(step, (g_BLD, carry), xs, reverse=True)
     stats.append(layer_stats)
   return g_BLD, carry, tuple(reversed(stats))

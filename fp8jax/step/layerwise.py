@@ -107,7 +107,7 @@ class _LayerUpdater:
     self.spec, self.state, self.rate, self.by_param = spec, state, rate, by_param
     self.places = params_lib.shardings(spec.declaration, spec.run.layout)
 
-  def sinks(self, params, part):
+  def sinks(self, params, part, carry=None):
     """Gradient placeholders (zeros) of parameters in low-bit formats; arrays as they are."""
     return jax.tree.map(
       lambda p: stored_params.grad_placeholder(p, None, 0) if stored_params.is_stored(p) else p,
@@ -115,7 +115,7 @@ class _LayerUpdater:
       is_leaf=stored_params.is_stored,
     )
 
-  def paired(self, params, sinks, part):
+  def paired(self, params, sinks, part, i=None):
     return jax.tree.map(
       lambda p, sink: stored_params.Weight(p, sink, None) if stored_params.is_stored(p) else sink,
       params, sinks, is_leaf=stored_params.is_stored,

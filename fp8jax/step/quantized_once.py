@@ -7,7 +7,7 @@ reading.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import jax
@@ -18,7 +18,9 @@ from fp8jax.models import transformer
 from fp8jax.models.mixer import GemmSite, Mixer
 from fp8jax.ops import stored_params, weight_operands
 from fp8jax.ops.gemm_spec import GemmSpec
+from fp8jax.ops.stored_params import WeightOperands
 from fp8jax.quantization import scaled_matrix
+from fp8jax.quantization.scaled_matrix import Entry
 from fp8jax.recipe.quant import Quant
 
 PER_STEP = "per_step"
@@ -41,11 +43,21 @@ def of_layers(spec, params, sites, batch) -> tuple[dict[str, Any], ...]:
   for _, of_run, stack in transformer.runs(sites, params["layers"]):
     made.append({
       mixer.key: weight_operands.of_block(
-        _declared(spec, mixer), stack[mixer.key], of_run[mixer.key], tokens, spec.run.dtype
+        declared(spec, mixer), stack[mixer.key], of_run[mixer.key], tokens, spec.run.dtype
       )
       for mixer in transformer.mixers(spec.model)
     })  # fmt: skip
   return tuple(made)
+
+
+def layer(made: Mapping[str, Any], i) -> dict[str, Any]:
+  """Layer i of a run of of_layers: entries of its stacks, for products that read them there."""
+
+  def one(stacks: WeightOperands) -> WeightOperands:
+    fwd, dgrad = (Entry(stack, i) for stack in (stacks.fwd, stacks.dgrad))
+    return dataclasses.replace(stacks, fwd=fwd, dgrad=dgrad, stats=stacks.stats[i])
+
+  return {key: {name: one(x) for name, x in of.items()} for key, of in made.items()}
 
 
 def read(params, made):
@@ -74,7 +86,7 @@ def _with(tree, made, replace):
   }
 
 
-def _declared(spec, mixer: Mixer) -> list[GemmSite]:
+def declared(spec, mixer: Mixer) -> list[GemmSite]:
   """The sites of a mixer whose weights nothing else reads."""
   scaled = spec.run.smooth_swiglu == "channel"
   return [site for site in mixer.sites if not (scaled and site.has_channel_scales)]
@@ -110,17 +122,17 @@ def account(spec, phase: int = 0) -> Account:
   for of_run, mixer in (
     (run, mixer) for run in spec.sites(phase=phase)["layers"] for mixer in mixers
   ):
-    ws, sites, once = params["layers"][mixer.key], of_run[mixer.key], _declared(spec, mixer)
+    ws, sites, once = params["layers"][mixer.key], of_run[mixer.key], declared(spec, mixer)
     why = {site.name: "multiplied by channel scales first" for site in mixer.sites}
     why |= weight_operands.reasons(once, ws, sites, tokens, spec.run.dtype)
-    for declared in mixer.sites:
-      name = declared.name
+    for own in mixer.sites:
+      name = own.name
       site, reason = sites[name], why[name]
       if reason is not None:
         against[site.name] = reason
         continue
       names.append(site.name)
-      product = weight_operands.of_layer(ws[name], site, declared.eqn, tokens, spec.run.dtype)
+      product = weight_operands.of_layer(ws[name], site, own.eqn, tokens, spec.run.dtype)
       arrays += _arrays(product, len(site.layer_names))
   return Account(tuple(names), against, tuple(arrays))
 

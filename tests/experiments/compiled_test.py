@@ -26,6 +26,8 @@ TEXT = """HloModule step
   %q = (f8e4m3fn[4,8], f32[4,1]) custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/quantize/quantize_fp8"}
   %mm = (f32[4,8], s8[64]) custom-call(%x, %x), custom_call_target="__cublas$gemm"
   %g = f32[4,8] get-tuple-element(%mm), index=0
+  %n = s32[2] constant({1, 0})
+  %into = f32[3,4,8] custom-call(%x, %n, %stack), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/mlp/up:wgrad/scaled_matmul/mpmd_map"}
   %fusion.1 = f32[3,4,8] fusion(%stack, %g, %i), kind=kLoop, calls=%fused_add
   ROOT %t1 = (f32[3,4,8], f32[4,8]) tuple(%fusion.1, %x)
 }
@@ -55,7 +57,8 @@ def test_launches_and_bytes_are_counted_by_hand():
   spec.loader.exec_module(module)
   found = module.count(TEXT, 2)
   kernel = {"launches": 3, "quantizations": 3, "bytes": 3 * (128 + 32 + 16)}
-  product = {"launches": 3, "quantizations": 0, "bytes": 3 * (128 + 128 + 128)}
+  # A product beside one that is added to a layer of a stack, two of whose numbers are 8 bytes.
+  product = {"launches": 6, "quantizations": 0, "bytes": 3 * (3 * 128) + 3 * (3 * 128 + 8)}
   # What was there, what is added, what is written; and the number of the layer.
   added = {"launches": 3, "quantizations": 0, "bytes": 3 * (3 * 128 + 4)}
   assert found["microbatch"] == {"quantize": kernel, "product": product, "other": added}

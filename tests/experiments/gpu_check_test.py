@@ -50,6 +50,7 @@ from fp8jax.quantization import (  # noqa: E402
   scaled_matrix,
   tensor_stats,  # noqa: E402
 )
+from fp8jax.quantization.scaled_matrix import Entry  # noqa: E402
 
 CONTEXT = worker.Context(is_dry=True, cupti=False, deadline=float("inf"))
 # What a machine with a GPU lacks.
@@ -93,7 +94,7 @@ def _multiply(broken: str):
 @pytest.mark.parametrize("broken", ["", "scale", "step", "nan", "add"])
 def test_a_wrong_product_is_seen(monkeypatch, broken):
   monkeypatch.setattr(mosaic_sm90_lib, "matmul", _multiply(broken))
-  values = dict(product="wgrad", shape=(40, 64, 256), adds=True)
+  values = dict(product="wgrad", shape=(40, 64, 256), kind="adds")
   found = worker.measure(check_gemm.run, CONTEXT, values)
   assert found["status"] == ("wrong" if broken else "ok"), found
   # Normal numbers alone would show it too.
@@ -104,6 +105,26 @@ def test_a_wrong_product_is_seen(monkeypatch, broken):
   assert check_gemm.compare(want, want, magnitudes, jnp.float32, exact=False)["norm_error"] == 0
   with pytest.raises(worker.Wrong, match="normal numbers"):
     check_gemm.compare(got, want, magnitudes, jnp.float32, exact=False)
+
+
+@pytest.mark.parametrize("product", ["fwd", "wgrad"])
+@pytest.mark.parametrize("off", [0, 1])
+def test_a_wrong_layer_is_seen(monkeypatch, product, off):
+  """The product by XLA, of the layer that was asked for or of the next one."""
+
+  def matmul(a, b, *, out_dtype, config=None, add_to=None):
+    del config
+    if isinstance(b, Entry):
+      b = Entry(b.stack, b.index + off).take()
+    d = jnp.inner(a.dequantize(), b.dequantize())
+    if add_to is None:
+      return d.astype(out_dtype)
+    return Entry(add_to.stack, add_to.index + off).plus(d)
+
+  monkeypatch.setattr(mosaic_sm90_lib, "matmul", matmul)
+  values = dict(product=product, shape=(40, 64, 256), kind="layers")
+  found = worker.measure(check_gemm.run, CONTEXT, values)
+  assert found["status"] == ("wrong" if off else "ok"), found
 
 
 @pytest.mark.parametrize("broken", ["", "scale"])

@@ -43,14 +43,15 @@ ADAM = {
   "adam/e4m3_256": ("e4m3_256", "bfloat16", False),
   "adam/float32": ("float32", "float32", False),
 }
+LAYERS = 28
 # Fewer tiles than multiprocessors, so that the loop over tiles is none; part of the last 128 of K.
 FEW = {"few/fwd": ("fwd", 2048, 128, 192), "few/wgrad": ("wgrad", 192, 128, 2048),
        "few/blocks": ("fwd", 16384, 192, 192)}  # fmt: skip
 # Kernels without products.
 ELEMENTWISE = ("quantize", "adam/")
 # What the default test leaves to the slow one: compiled by `shipped`.
-SHIPPED = ("tiles/", "float32/", "add_to/", "hybrid/", "quantize_pow2/", "quantize_e5m2/",
-           "quantize_tensor/")  # fmt: skip
+SHIPPED = ("tiles/", "float32/", "add_to/", "layers/", "hybrid/", "quantize_pow2/",
+           "quantize_e5m2/", "quantize_tensor/")  # fmt: skip
 # The quantizer writes both orientations of these.
 QUANTIZED = {"quantize_pow2/both": "block_128_pow2", "quantize_e5m2/both": "block_128_hybrid",
              "quantize_tensor/both": "tensor_current"}  # fmt: skip
@@ -92,6 +93,7 @@ def shipped(array, narrow) -> dict:
   multiply, args = found["add_to/wgrad"]
   into = lambda a, b, d: mosaic_sm90_lib.matmul(a, b, out_dtype=jnp.float32, add_to=d)  # noqa: E731
   found["add_to/wgrad"] = (into, (*args, array(jnp.float32, m, n)))
+  found |= _layers(array, narrow)
   rows, quant = EXPERT_TOKENS + EXPERTS * 128, library.RECIPES["block_128"].wgrad.lhs
   into = lambda a, b, g, d: mosaic_sm90_lib.matmul(  # noqa: E731
     a, b, out_dtype=jnp.float32, groups=g, num_groups=EXPERTS, add_to=d
@@ -107,6 +109,32 @@ def shipped(array, narrow) -> dict:
     for end, watched in (("", False), ("_watched", True)):
       make = lambda x, q=quants, w=watched: quantizer.quantize_matrix(x, q, watched=w)  # noqa: E731
       found[name + end] = (make, (array(jnp.bfloat16, 32768, 3584),))
+  return found
+
+
+def _layers(array, narrow) -> dict:
+  """Products that read a layer of a stack of weights, and that add to one of sums of gradients."""
+  import jax
+  import jax.numpy as jnp
+
+  from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
+  from fp8jax.quantization.scaled_matrix import Entry
+  from fp8jax.recipe import library
+
+  found, number = {}, array(jnp.int32)
+  for product in ("fwd", "dgrad", "wgrad"):
+    gemm = getattr(library.RECIPES["block_128"], product)
+    _, m, n, k = gemms()[f"infir2_7b/tp1/3584x37888/{product}"]
+    a, b = narrow(gemm.lhs, m, k), narrow(gemm.rhs, n, k)
+    if product == "wgrad":
+      into = lambda a, b, sums, i: mosaic_sm90_lib.matmul(  # noqa: E731
+        a, b, out_dtype=jnp.float32, add_to=Entry(sums, i)
+      )
+      found["layers/wgrad"] = (into, (a, b, array(jnp.float32, LAYERS, m, n), number))
+    else:
+      read = lambda a, b, i: mosaic_sm90_lib.matmul(a, Entry(b, i), out_dtype=jnp.bfloat16)  # noqa: E731
+      stack = jax.tree.map(lambda x: array(x.dtype, LAYERS, *x.shape), b)
+      found[f"layers/{product}"] = (read, (a, stack, number))
   return found
 
 

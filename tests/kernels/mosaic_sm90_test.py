@@ -26,6 +26,7 @@ from fp8jax.kernels.gemm.tile_config import Config
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
 from fp8jax.kernels.quantize import prologues
 from fp8jax.quantization import quantize, scaled_matrix
+from fp8jax.quantization.scaled_matrix import Entry
 from fp8jax.recipe import library
 from fp8jax.recipe.gemm import Gemm
 from fp8jax.recipe.quant import WHOLE, Hadamard, Rounding
@@ -260,6 +261,34 @@ def test_kernel_adds_to_what_is_there(rng, config):
     mosaic_sm90_lib.matmul(
       narrow_a, narrow_b, out_dtype=jnp.float32, add_to=jnp.zeros((m, n), jnp.bfloat16)
     )
+
+
+@pytest.mark.parametrize("m, n, k, fits", [(136, 96, 192, True), (136, 72, 256, False)])
+def test_kernel_reads_and_adds_to_a_layer_where_it_lies(rng, m, n, k, fits):
+  """No copy of a layer is made where TMA moves it whole; other layers stay as they were."""
+  fwd, wgrad = GEMMS["block_128-fwd"], GEMMS["block_128-wgrad"]
+  made = [_operands(rng, fwd, m, n, k) for _ in range(3)]
+  stack = jax.tree.map(lambda *x: jnp.stack(x), *(one[3] for one in made))
+  a, _, narrow_a, _ = made[0]
+
+  def forward(a, stack, i):
+    return mosaic_sm90_lib.scaled_matmul(a, Entry(stack, i), 128, jnp.float32)
+
+  got = jax.jit(forward)(narrow_a, stack, jnp.int32(2))
+  np.testing.assert_array_equal(got, a.astype(np.float64) @ made[2][1].astype(np.float64).T)
+  text = str(jax.make_jaxpr(forward)(narrow_a, stack, 2))
+  assert (f"f8_e4m3fn[{n},{k}]" not in text) == fits
+  before = np.stack([lattice(rng, m, n) for _ in range(3)])
+  x, g, narrow_x, narrow_g = _operands(rng, wgrad, m, n, k)
+  assert mosaic_sm90_lib.adds((m, n)) == fits
+
+  def add(x, g, sums, i):
+    return mosaic_sm90_lib.scaled_matmul(x, g, 128, jnp.float32, add_to=Entry(sums, i))
+
+  after = jax.jit(add)(narrow_x, narrow_g, jnp.asarray(before, jnp.float32), jnp.int32(1))
+  want = before.astype(np.float64)
+  want[1] += x.astype(np.float64) @ g.astype(np.float64).T
+  np.testing.assert_array_equal(after, want)
 
 
 def test_gemm_kernel_names_why_it_refuses_a_problem():

@@ -17,7 +17,7 @@ from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
 from fp8jax.kernels.gemm import reference
 from fp8jax.kernels.quantize import mosaic_sm90 as quantize_sm90
-from fp8jax.ops import gemm_spec, linear
+from fp8jax.ops import gemm_spec, products
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.cross_entropy import cross_entropy
 from fp8jax.ops.dots import dot
@@ -130,9 +130,9 @@ def _by_kernels(rng, eqn, shape, recipe):
   x, g = _place(x, xs, layout.act_spec, layout), _place(g, ys, layout.act_spec, layout)
   w = _place(w, ws, layout.weight_spec, layout)
   got = [
-    jax.jit(lambda x, w: linear.forward(spec, x, w, inputs)[0])(x, w),
-    jax.jit(lambda g, w: linear.data_gradient(spec, g, w, inputs))(g, w),
-    jax.jit(lambda x, g: linear.weight_gradient(spec, x, g, jnp.float32, inputs))(x, g),
+    jax.jit(lambda x, w: products.forward(spec, x, w, inputs)[0])(x, w),
+    jax.jit(lambda g, w: products.data_gradient(spec, g, w, inputs))(g, w),
+    jax.jit(lambda x, g: products.weight_gradient(spec, x, g, jnp.float32, inputs))(x, g),
   ]
   return got, want
 

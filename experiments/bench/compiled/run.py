@@ -54,6 +54,8 @@ _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "afte
          "call", "conditional", "iota", "partition-id", "replica-id", "opt-barrier",
          "optimization-barrier"}  # fmt: skip
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_LAYERS = re.compile(r"\[\d+,(?=\d+,\d+\])")  # of a stack, of which our GEMM reads or writes one
+_NUMBERS = re.compile(r"s32\[[12]\]")
 _READS = ("dynamic-slice", "slice", "gather")
 
 
@@ -102,6 +104,8 @@ def traffic(program: hlo.Program, i: hlo.Instruction, here) -> int:
     target, result = i.attribute(r'custom_call_target="([^"]*)"'), i.shape
     if target.startswith("__cublas"):  # the second result is its workspace
       result = result.removeprefix("(").partition(", s8[")[0]
+    if "scaled_matmul" in i.op_name and any(_NUMBERS.match(o) for o in operands):
+      operands, result = [_LAYERS.sub("[", o) for o in operands], _LAYERS.sub("[", result)
     return sum(map(nbytes, operands)) + nbytes(result)
   return _of_fusion(program.computations[i.called[0]])
 

@@ -18,6 +18,7 @@ from fp8jax.kernels.gemm import (
   xla_sm90,
 )  # fmt: skip
 from fp8jax.quantization import scaled_matrix
+from fp8jax.quantization.scaled_matrix import Entry
 from fp8jax.recipe.gemm import Accumulate
 
 # In order of preference for "auto".
@@ -34,25 +35,36 @@ WITH_VALUES = ("dequantized",)
 WITH_QUANTIZER = ("xla_sm90", "mosaic_sm90")
 # Backends that read a B gathered along K in its shards; the others need one matrix.
 WITH_SHARDS = ("mosaic_sm90",)
+# Backends that read B, and add to D, as one layer of a stack where it lies.
+WITH_LAYERS = ("mosaic_sm90",)
 # Backends whose programs stay on their multiprocessors until the product is done.
 HOLDING = ("mosaic_sm90",)
 
 
 def scaled_matmul(
-  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, *, accumulate: Accumulate,
-  backend: str, out_dtype=jnp.float32, spare: int = 0,
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix | Entry, *, accumulate: Accumulate,
+  backend: str, out_dtype=jnp.float32, spare: int = 0, add_to: Entry | None = None,
 ):  # fmt: skip
-  """[M, N] in out_dtype.
+  """[M, N] in out_dtype, or with add_to its stack.
 
   Args:
     a: [M, K].
-    b: [N, K], for backends in WITH_SHARDS perhaps in shards.
+    b: [N, K], for backends in WITH_SHARDS perhaps in shards, for those in WITH_LAYERS perhaps an
+      entry of a stack.
     accumulate: Accumulation.FAST, PRECISE, or K per partial sum that is promoted to float32.
     backend: a key of BACKENDS that supports this problem (see kernels/choose.py).
     out_dtype: float32 or bfloat16.
     spare: multiprocessors that stay free, if the backend's kernel holds those that it is given.
+    add_to: for backends in WITH_LAYERS, a float32 matrix to which the product is added (`adds`).
   """
-  if a.shape[1] != b.shape[1]:
-    raise ValueError(f"contraction sizes differ: A is {a.shape}, B is {b.shape}, both [rows, K]")
+  of_b = b.stack.data.shape[1:] if isinstance(b, Entry) else b.shape
+  if a.shape[1] != of_b[1]:
+    raise ValueError(f"contraction sizes differ: A is {a.shape}, B is {of_b}, both [rows, K]")
   more = {"spare": spare} if backend in HOLDING else {}
+  more |= {} if add_to is None else {"add_to": add_to}
   return BACKENDS[backend].scaled_matmul(a, b, accumulate, out_dtype, **more)
+
+
+def adds(backend: str, shape: tuple[int, ...]) -> bool:
+  """Whether a backend adds to an entry [M, N] of a stack where it lies."""
+  return backend in WITH_LAYERS and BACKENDS[backend].adds(shape)

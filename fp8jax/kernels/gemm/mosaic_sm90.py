@@ -15,7 +15,7 @@ Scales are multiplied with each other first: a product beyond float32 gives infi
 2^-126 it may lose sums below 2^-101.
 """
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from fp8jax.kernels import smem
 from fp8jax.kernels.gemm import tile_config, tile_program, xla_sm90
 from fp8jax.kernels.gemm.tile_config import BLOCK, CONSUMERS, Config
 from fp8jax.quantization import scaled_matrix
+from fp8jax.quantization.scaled_matrix import Entry
 from fp8jax.recipe.gemm import Accumulate, accumulate_name
 
 
@@ -52,27 +53,37 @@ def num_dots(problem) -> int:
 
 
 def scaled_matmul(
-  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, accumulate: Accumulate, out_dtype,
-  spare: int = 0,
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix | Entry, accumulate: Accumulate,
+  out_dtype, spare: int = 0, add_to: Entry | None = None,
 ):  # fmt: skip
-  """[M, N]; see `matmul`. Under vmap one product after the other."""
+  """[M, N], or the stack of add_to; see `matmul`. Under vmap one product after the other."""
   del accumulate
-  multiply = functools.partial(matmul, out_dtype=out_dtype, spare=spare)
-  return jax.custom_batching.sequential_vmap(multiply)(a, b)
+
+  def multiply(a, b, add_to):
+    return matmul(a, b, out_dtype=out_dtype, spare=spare, add_to=add_to)
+
+  return jax.custom_batching.sequential_vmap(multiply)(a, b, add_to)
+
+
+def adds(shape: tuple[int, ...]) -> bool:
+  """Whether `scaled_matmul` adds to an entry [M, N] where it lies: TMA moves it as it is."""
+  units = (tile_config.UNIT_M, tile_config.unit_n(jnp.float32))
+  return not any(n % unit for n, unit in zip(shape, units, strict=True))
 
 
 def matmul(
-  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, *, out_dtype,
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix | Entry, *, out_dtype,
   config: Config | None = None, add_to=None, groups=None, num_groups: int = 0, spare: int = 0,
 ):  # fmt: skip
   """D [M, N] in out_dtype (bfloat16 or float32).
 
   Args:
     a: [M, K], scales per 1x128.
-    b: [N, K], scales per 128x128 or 1x128; perhaps in shards of K, each a multiple of 128.
+    b: [N, K], scales per 128x128 or 1x128; perhaps in shards of K, each a multiple of 128, or one
+      layer of a stack.
     config: default: what was fastest for this shape, or `tiles.default`.
-    add_to: float32 [M, N] to which the product is added, tile by tile before it is stored, in place
-      if it may be overwritten: gradient accumulation without another pass.
+    add_to: float32 [M, N] that the product is added to, tile by tile before it is stored, in place
+      if it may be overwritten. Or one layer of a stack, and the result is the stack.
     groups: int32, see tile_program.py. [M / 128] with b [groups, N, K] and its scales
       [groups, N / 128, K / 128]; or, ascending, [K / 128] with num_groups.
     num_groups: D and add_to are [num_groups, M, N], the sum over K of each group; those without a
@@ -83,29 +94,45 @@ def matmul(
     ValueError: a config that does not fit, an add_to that is not what D would be, no multiprocessor
       left.
   """
-  (m, k), n = a.data.shape, b.data.shape[-2]
-  is_sum, shape = add_to is not None, (num_groups,) * bool(num_groups) + (m, n)
-  if add_to is not None:
+  b, add_to, layers = _stacks(b, add_to, out_dtype)
+  (m, k), n, is_sum = a.data.shape, b.data.shape[-2], add_to is not None
+  count = add_to.shape[0] if "d" in layers else num_groups
+  shape = (count, m, n) if count else (m, n)
+  if is_sum:
     tile_config.check_sum(add_to, shape, out_dtype)
   is_tiled = b.tile[0] == BLOCK
   config = config or tile_config.best(m, n, k, is_tiled, out_dtype, groups is not None)
   tile_config.check(config, out_dtype, of_rows=groups is not None and not num_groups)
   per_column = tile_config.is_per_column(config, is_tiled)
-  a, b = _fitted(a, tile_config.UNIT_M), _fitted(b, tile_config.unit_n(out_dtype))
-  operands = _operands(a, b, groups, per_column)
+  a = _fitted(a, tile_config.UNIT_M)
+  b = b if "b" in layers else _fitted(b, tile_config.unit_n(out_dtype))
+  operands = _operands(a, b, groups, per_column, layers)
   programs = _programs(config.cluster_m, spare)
   whole = (*shape[:-2], a.data.shape[0], b.data.shape[-2])
 
+  out_type = () if is_sum else jax.ShapeDtypeStruct(whole, out_dtype)
+  run = _kernel(config, programs, per_column, is_sum, tuple(layers), out_type)
+  if not is_sum:
+    return run(*operands)[..., :m, :n]
+  d = jax.new_ref(jnp.pad(add_to, [(0, new - old) for old, new in zip(shape, whole)]))
+  run(*operands, d)
+  return jax.freeze(d)[..., :m, :n]
+
+
+def _kernel(
+  config: Config, programs: int, per_column: bool, is_sum: bool, layers: tuple[str, ...], out_type
+):  # fmt: skip
+  """The kernel of `_operands`, and of the sums that it adds to."""
+
   def scaled_matmul(*refs):
     *refs, d = refs
-    program = tile_program.Program(
-      config, programs, per_column, is_sum, tile_program.Global(d, *refs)
-    )
+    of = tile_program.of_layers(d, refs, layers)
+    program = tile_program.Program(config, programs, per_column, is_sum, of)
     pl.run_scoped(program.run, *program.memory(), collective_axes="wg")
 
-  run = plgpu.kernel(
+  return plgpu.kernel(
     scaled_matmul,
-    out_type=() if is_sum else jax.ShapeDtypeStruct(whole, out_dtype),
+    out_type=out_type,
     grid=(programs,),
     grid_names=("program",),
     cluster=(config.cluster_m,),
@@ -114,11 +141,24 @@ def matmul(
     thread_name="wg",
     compiler_params=plgpu.CompilerParams(approx_math=True),
   )
-  if add_to is None:
-    return run(*operands)[..., :m, :n]
-  d = jax.new_ref(jnp.pad(add_to, [(0, new - old) for old, new in zip(shape, whole)]))
-  run(*operands, d)
-  return jax.freeze(d)[..., :m, :n]
+
+
+def _stacks(b, add_to, out_dtype) -> tuple[scaled_matrix.ScaledMatrix, Any, dict[str, Any]]:
+  """(B, add_to, {"b" or "d": the number of its layer in a stack, which it then is}).
+
+  A layer of B whose rows or K TMA does not move as they are is copied out.
+  """
+  layers = {}
+  if isinstance(b, Entry):
+    units = (tile_config.unit_n(out_dtype), tile_config.UNIT_K)
+    if any(size % unit for size, unit in zip(b.stack.data.shape[-2:], units, strict=True)):
+      b = b.take()
+    else:
+      layers["b"], scale = b.index, Entry(b.stack.scale, b.index).take()
+      b = scaled_matrix.ScaledMatrix(b.stack.data, scale, b.stack.tile)
+  if isinstance(add_to, Entry):
+    layers["d"], add_to = add_to.index, add_to.stack
+  return b, add_to, {name: jnp.asarray(number, jnp.int32) for name, number in layers.items()}
 
 
 def _programs(cluster: int, spare: int) -> int:
@@ -154,15 +194,18 @@ def _fitted(x: scaled_matrix.ScaledMatrix, unit: int) -> scaled_matrix.ScaledMat
 
 
 def _operands(
-  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, groups, per_column: bool
-) -> list[jax.Array]:
-  """The kernel's inputs, in the order of tile_program.Global; scales in lines as TMA reads them."""
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, groups, per_column: bool,
+  layers: dict[str, Any],
+) -> list[jax.Array]:  # fmt: skip
+  """The kernel's inputs, in the order of tile_program.Global; scales in lines as TMA reads them.
+  The numbers of layers come last."""
   b_scale = b.scale.swapaxes(-1, -2)
   if per_column:
     b_scale = scaled_matrix.expand(b_scale, b_scale.ndim - 1, b.tile[0], b.data.shape[-2])
   operands = [a.data, b.data, _lines(a.scale.T), _lines(b_scale)]
   # After the last step comes another group.
-  return operands if groups is None else [*operands, jnp.append(groups, -1)]
+  operands += [] if groups is None else [jnp.append(groups, -1)]
+  return operands + ([jnp.stack([*layers.values()])] if layers else [])
 
 
 def _lines(scale):

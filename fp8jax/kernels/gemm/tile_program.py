@@ -32,6 +32,11 @@ Rows of A, or steps of K, may belong to groups, 128 at a time (kernels/gemm/grou
 `fetch` takes B and its scales from the group of the tile's rows. Of steps, a tile of D is as many
 results: after the last step of a group the totals are stored there and start again from zero.
 Either way the steps of a tile remain K / 128, and the ring does not notice.
+
+## Layers
+
+B, or the D that is added to, may be one layer of a stack and is read where it lies: the reference
+is of that layer, whose number is one more coordinate for TMA (`of_layers`).
 """
 
 import dataclasses
@@ -60,6 +65,16 @@ class Global(NamedTuple):
   a_scale: Any
   b_scale: Any
   groups: Any = None
+
+
+def of_layers(d, refs, names: tuple[str, ...]) -> Global:
+  """Global of the kernel's references; those of `names`, stacks, are of the layers whose numbers
+  the last of `refs` has."""
+  if not names:
+    return Global(d, *refs)
+  *refs, numbers = refs
+  of = Global(d, *refs)
+  return of._replace(**{x: getattr(of, x).at[numbers[i]] for i, x in enumerate(names)})
 
 
 class Shared(NamedTuple):
