@@ -115,7 +115,7 @@ def scatter_sum(x, name: str, axis: int, layout: axes.Layout):
 
   In the layout's wire format every term is rounded once, and the sum of them is float32's: of n
   devices it errs by at most the format's half step of each term. (A sum on the wire, as NCCL makes
-  it in 16 bits, rounds n - 1 times.)
+  it in 16 bits, and FP8-LM's in 8, rounds n - 1 times.)
   """
   n = layout.size((name,))
   if layout.wire is None or n == 1:
@@ -136,26 +136,32 @@ def sum_of_terms(x, names: tuple[str, ...], layout: axes.Layout):
     return jax.lax.psum(x, names)
   flat = jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
   mine = jnp.sum(_swapped(flat, names, layout.wire), axis=0)
-  sums = _on_wire(mine[None], layout.wire, lambda x: jax.lax.all_gather(x, names, tiled=True))
+  gather = lambda x: jax.lax.all_gather(x, names, tiled=True)  # noqa: E731
+  sums = _on_wire(mine[None], layout.wire, names, gather)
   return sums.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
 
 
 def _swapped(parts, names, wire: Quant):
   """[n, size]: row i goes to device i, and row i came from it, in float32."""
-  return _on_wire(parts, wire, lambda x: jax.lax.all_to_all(x, names, 0, 0, tiled=True))
+  return _on_wire(parts, wire, names, lambda x: jax.lax.all_to_all(x, names, 0, 0, tiled=True))
 
 
-def _on_wire(rows, wire: Quant, move: Callable):
-  """Rows [n, size], each with scales of its own, after a collective of their codes and scales."""
-  group = wire.tile[1] if wire.scale is not Scale.NONE else rows.shape[1]
+def _on_wire(rows, wire: Quant, names, move: Callable):
+  """Rows [n, size], each with scales of its own, after a collective of their codes and scales; or
+  with one that all devices along `names` share, and which does not travel."""
+  is_shared = wire.scale is not Scale.NONE and wire.tile[1] == WHOLE
+  group = rows.shape[1] if is_shared or wire.scale is Scale.NONE else wire.tile[1]
   groups = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % group))).reshape(len(rows), -1, group)
-  packed = quantized_tensor.pack(groups, wire)
+  is_finite, amax = jnp.isfinite(groups), None
+  if is_shared:
+    amax = jax.lax.pmax(jnp.max(jnp.where(is_finite, jnp.abs(groups), 0.0)), names)
+  packed = quantized_tensor.pack(groups, wire, amax=amax)
   # An infinity saturates, and would pass for a number.
-  data = jnp.where(jnp.isfinite(groups), packed.data, jnp.asarray(jnp.nan, packed.data.dtype))
+  data = jnp.where(is_finite, packed.data, jnp.asarray(jnp.nan, packed.data.dtype))
   # As bytes or words: see gather_scaled.
   bits = jax.lax.bitcast_convert_type(data, jnp.uint8 if data.dtype.itemsize == 1 else jnp.uint16)
   data = jax.lax.bitcast_convert_type(move(bits), data.dtype)
-  scale = None if packed.scale is None else move(packed.scale)
+  scale = packed.scale if packed.scale is None or is_shared else move(packed.scale)
   made = dataclasses.replace(packed, data=data, scale=scale).unpack()
   return made.reshape(len(made), -1)[:, : rows.shape[1]]
 

@@ -92,7 +92,9 @@ class QuantizedTensor:
     return pack(x, self.quant, lead=lead, key=key)
 
 
-def pack(x, quant: Quant, *, lead: int = 0, key=None, autoscale=None) -> QuantizedTensor:
+def pack(
+  x, quant: Quant, *, lead: int = 0, key=None, autoscale=None, amax=None
+) -> QuantizedTensor:  # fmt: skip
   """Quantizes x.
 
   Args:
@@ -103,6 +105,7 @@ def pack(x, quant: Quant, *, lead: int = 0, key=None, autoscale=None) -> Quantiz
     key: a jax.random key, for stochastic rounding.
     autoscale: float32 scalar, 1 if None: a tile's largest element comes to lie at so many times the
       format's maximum. Not for DynamicRangeExpansion.
+    amax: float32 scalar, of more than x, from which the scale of a tile (WHOLE, WHOLE) is made.
 
   Raises:
     ValueError: another quant, or stochastic rounding without a key.
@@ -116,7 +119,7 @@ def pack(x, quant: Quant, *, lead: int = 0, key=None, autoscale=None) -> Quantiz
   groups = _grouped(y, axes, quant)
   # Whether a maximum passes NaN on depends on the backend: leave none to it.
   magnitude = jnp.where(jnp.isnan(groups), 0.0, jnp.abs(groups))
-  amax = jnp.max(magnitude, axis=-1)
+  amax = jnp.max(magnitude, axis=-1) if amax is None else amax
   if isinstance(quant.transform, DynamicRangeExpansion):
     scale, power = _expansion(magnitude, amax, quant.transform)
     inverse = 1.0 / jnp.where(scale > 0, scale, 1.0)

@@ -273,7 +273,10 @@ def _summed(spec: train_spec.TrainSpec, gradient, parts):
       return g
     if layout.wire is None:
       return jnp.sum(g, axis=leaf.lead)
-    local = lambda g: collectives.sum_of_terms(g.squeeze(leaf.lead), parts.axes, layout)  # noqa: E731
+    local = functools.partial(collectives.sum_of_terms, names=parts.axes, layout=layout)
+    for _ in range(leaf.lead):  # layers are tensors of their own
+      local = jax.vmap(local)
+    local = functools.partial(lambda sums, g: sums(g.squeeze(leaf.lead)), local)
     terms = _terms(leaf, place, parts).spec
     return collectives.on_mesh(local, layout, (terms,), place.spec)(g)
 

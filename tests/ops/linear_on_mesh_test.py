@@ -23,7 +23,7 @@ from fp8jax.ops.cross_entropy import cross_entropy
 from fp8jax.ops.dots import dot
 from fp8jax.ops.site import ScalingInputs
 from fp8jax.quantization import quantize, scaled_matrix, tensor_stats
-from fp8jax.recipe import library
+from fp8jax.recipe import library, rules
 
 WEIGHTS = axes.as_rules(dict(D="fsdp", F="tensor", H="tensor", V="tensor"))
 ACTS = axes.as_rules(dict(B=("data", "fsdp"), F="tensor", H="tensor", V="tensor"))
@@ -256,6 +256,23 @@ def test_weights_cross_the_wire_narrow_where_tiles_are_whole(rng):
   assert _gathered(straddling[1]) == {"f32"}
   for a, b in zip(straddling[0], _exact("BLD,DF->BLF", *operands)):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["halo_int8_2", "halo_fp6_1"])
+def test_rotated_weights_cross_the_wire_narrow(rng, recipe):
+  """HALO's gather (arXiv:2501.02625): shards are rotated in blocks of 64, quantized, gathered."""
+  eqn, sizes = EQUATIONS[0]
+  operands = [
+    rng.standard_normal([sizes[c] for c in t]).astype(np.float32)
+    for t in eqn.replace("->", ",").split(",")
+  ]
+  site = variants.single(rules.recipe_by_name(recipe))
+  on_mesh = dataclasses.replace(site, layout=_layout((1, 8, 1)))
+  (y, dx, _, seen), lower = _run(eqn, *operands, on_mesh)
+  assert _gathered(lower) == {"u8"}
+  want = _run(eqn, *operands, site)[0]
+  for got, exact in ((y, want[0]), (dx, want[1]), (seen, want[3])):
+    np.testing.assert_array_equal(got, exact)
 
 
 @pytest.mark.parametrize("shape", SOME_MESHES, ids=str)

@@ -41,7 +41,7 @@ def bound(terms, wire, axis):
   return (terms * 2.0**-4).sum(axis) + terms.max() / 448 * 2.0**-10 * terms.shape[axis]
 
 
-@pytest.mark.parametrize("wire", ["bf16", "e4m3"])
+@pytest.mark.parametrize("wire", ["bf16", "e4m3", "e4m3_shared"])
 @pytest.mark.parametrize("names", [("data",), ("fsdp",), ("data", "fsdp")], ids="+".join)
 def test_a_sum_errs_by_half_a_step_of_each_term_and_of_itself(wire, names, rng):
   """13 x 7 elements: no number of devices divides them, and 128 is more."""
@@ -65,7 +65,7 @@ def test_a_sum_errs_by_half_a_step_of_each_term_and_of_itself(wire, names, rng):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("wire", ["bf16", "e4m3"])
+@pytest.mark.parametrize("wire", ["bf16", "e4m3", "e4m3_shared"])
 def test_a_device_gets_its_part_of_the_sum(wire, axis, rng):
   terms = rng.normal(size=(8, 12, 20)).astype(np.float32)
   groups = np.float64(terms).reshape(2, 4, 12, 20)
@@ -93,7 +93,7 @@ def test_what_the_format_holds_is_summed_exactly(rng):
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("wire", ["bf16", "e4m3"])
+@pytest.mark.parametrize("wire", ["bf16", "e4m3", "e4m3_shared"])
 def test_a_term_that_is_not_finite_is_seen(wire, bad):
   terms = np.ones((8, 512), np.float32)
   terms[3, 5] = bad
@@ -113,3 +113,16 @@ def test_every_128_elements_have_a_scale_of_their_own(rng):
   wrong = np.abs(found.reshape(2, 4, 4, 128) - grid.sum(1)) > allowed
   assert not wrong.any()
   assert np.argwhere(np.isnan(found)).tolist() == [[1, 2, 130]]  # alone, and others are finite
+
+
+def test_devices_share_one_scale_of_a_tensor(rng):
+  """FP8-LM's: the largest magnitude of all devices lies at 448, and 2^-18 of it rounds to 0."""
+  terms = rng.integers(1, 8, (8, 4, 200)).astype(np.float32)
+  terms[2, 1, 7] = 448 * 2.0**9  # of one device of the first four: their scale is 2^9
+  found = summed(terms, ("fsdp",), "e4m3_shared", 0).reshape(2, 4, 200)
+  groups = terms.reshape(2, 4, 4, 200)
+  scaled = groups[0] / 2.0**9
+  codes = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+  np.testing.assert_array_equal(found[0], (codes * 2.0**9).sum(0))
+  # The others' scale is their own, 7 / 448, under which these integers are exact.
+  np.testing.assert_array_equal(found[1], np.float64(groups[1]).sum(0))

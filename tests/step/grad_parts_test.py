@@ -131,8 +131,9 @@ def test_a_gradient_in_fewer_bits_is_summed_as_it_was():
   assert sum(r.nbytes for r in of_data) >= 2 * large(spec) // 2 * 4 * 2 * 3 // 4
 
 
-@pytest.mark.parametrize("wire, word, nbytes, error", [("bf16", "u16", 2, 4e-3),
-                                                       ("e4m3", "u8", 1, 5e-2)])  # fmt: skip
+@pytest.mark.parametrize("wire, word, nbytes, error", [
+  ("bf16", "u16", 2, 4e-3), ("e4m3", "u8", 1, 5e-2), ("e4m3_shared", "u8", 1, 5e-2),
+])  # fmt: skip
 def test_terms_travel_in_the_wire_s_format(wire, word, nbytes, error):
   changes = PLAIN | {"model.tie_embeddings": False}
   spec = spec_of(changes | {"optim.grad_wire": wire})
