@@ -116,7 +116,7 @@ def _gemm_families(is_dry: bool) -> dict[str, dict[str, Any]]:
       ("wgrad/warpgroup/cluster2", "wgrad", {**WARPGROUP, "cluster_m": 2}),
     ]),
     "gemm_add_to": _products("gemm_add_to", shapes[:1], [
-      ("wgrad", "wgrad", None), ("wgrad/cluster2", "wgrad", {**INLINE, "cluster_m": 2}),
+      *both(None), ("wgrad/cluster2", "wgrad", {**INLINE, "cluster_m": 2}),
       ("wgrad/warpgroup", "wgrad", {**WARPGROUP, "tile_n": 160, "stages": 3}),
     ]),
     # A layer of a stack: B of the forward product, the sum of the weight gradient.

@@ -223,8 +223,7 @@ def gradients(specs, residuals: Residuals, gs):
         spec, g, i, spec.roles_of_g, spec.observes_amax_only
       )
     g_dgrad, g_wgrad = operands_of_g[0], operands_of_g[-1]
-    dx_n = products.data_gradient(spec, g_dgrad, w, i, x)
-    dx = dx_n if dx is None else dx + dx_n
+    dx = products.data_gradient(spec, g_dgrad, w, i, x, dx)
     if spec.is_frozen:
       dws.append(None)
     else:

@@ -47,25 +47,34 @@ def forward(spec: GemmSpec, x, w, inputs: ScalingInputs, wants_amax: bool = Fals
   return collectives.on_mesh(local, layout, specs, (layout.act_spec(s.y), _P()))(x, w, inputs)
 
 
-def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs, x=None):
+def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs, x=None, dx=None):
   """g[acts] . w[at rest]' -> dx[acts] {sum over the axes of w's free letters}.
 
   Args:
     x: the forward pass's, an array or a Prologue, for recipes that `straight.is_needed` names.
+    dx: that of other products of x, to which this one is added; a kernel that can adds it before
+      it rounds.
   """
   s, layout, w = spec.letters, spec.layout, _ahead(spec, w, Role.W_DGRAD)
 
-  def local(g, w, inputs):
+  adds_here = dx is not None and _adds(spec, "dgrad", spec.x_dtype, s.x, s.produced)
+
+  def local(g, w, inputs, *others):
     a = operands.operand(spec, Role.G_DGRAD, g, inputs)
     b = operands.operand(spec, Role.W_DGRAD, w, inputs)
-    is_final = not straight.is_needed(spec, Role.X_FWD)
-    dx = product(spec, "dgrad", a, b, spec.x_dtype if is_final else jnp.float32, inputs)
-    return collectives.sum_over(operands.unflatten(dx, a, b, s.x), layout, s.produced)
+    if others:
+      made = _product(spec, "dgrad", a, b, spec.x_dtype, add_to=_matrix(others[0], a, b))
+    else:
+      is_final = not straight.is_needed(spec, Role.X_FWD)
+      made = product(spec, "dgrad", a, b, spec.x_dtype if is_final else jnp.float32, inputs)
+    return collectives.sum_over(operands.unflatten(made, a, b, s.x), layout, s.produced)
 
-  of_g = spec.partition_spec(Role.G_DGRAD, g)
-  specs = (of_g, operands.weight_specs(spec, w, Role.W_DGRAD), _P())
-  dx = collectives.on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
-  return straight.cotangent(spec, Role.X_FWD, x, dx, inputs, spec.x_dtype)
+  of_x, of_g = layout.act_spec(s.x), spec.partition_spec(Role.G_DGRAD, g)
+  specs = (of_g, operands.weight_specs(spec, w, Role.W_DGRAD), _P(), *((of_x,) * adds_here))
+  others = (dx,) * adds_here
+  made = collectives.on_mesh(local, layout, specs, of_x)(g, w, inputs, *others)
+  made = straight.cotangent(spec, Role.X_FWD, x, made, inputs, spec.x_dtype)
+  return made if dx is None or adds_here else dx + made
 
 
 def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs, w=None, parts=None):
@@ -94,14 +103,8 @@ def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs, w=None, 
 
 def adds(spec: GemmSpec) -> bool:
   """Whether the kernel of the weight gradient adds it to an entry of a stack, where it lies."""
-  rows, columns = spec.letters_of(Role.X_WGRAD)[1], spec.letters_of(Role.G_WGRAD)[1]
-  sizes, gemm = spec.local_sizes(), spec.gemm("wgrad")
-  is_plain = gemm.multiplies_codes and spec.gain("wgrad") is None and not any(gemm.rotate_rows)
-  is_plain &= spec.layout.mesh is None and rows + columns == spec.letters.w
-  if not is_plain or straight.is_needed(spec, Role.W_FWD):
-    return False
-  shape = tuple(math.prod(sizes[c] for c in group) for group in (rows, columns))
-  return gemm_api.adds(spec.backend("wgrad"), shape)
+  is_alone = spec.layout.mesh is None and not straight.is_needed(spec, Role.W_FWD)
+  return is_alone and _adds(spec, "wgrad", jnp.float32, spec.letters.w, spec.letters.tokens)
 
 
 def added_weight_gradient(spec: GemmSpec, x, g, sums: Entry, inputs: ScalingInputs):
@@ -109,9 +112,27 @@ def added_weight_gradient(spec: GemmSpec, x, g, sums: Entry, inputs: ScalingInpu
   a = operands.operand(spec, Role.X_WGRAD, x, inputs)
   b = operands.operand(spec, Role.G_WGRAD, g, inputs)
   stack = sums.stack
-  rows, columns = (math.prod(o.sizes[c] for c in o.free) for o in (a, b))
-  into = Entry(stack.reshape(stack.shape[0], rows, columns), sums.index)
+  into = Entry(jax.vmap(lambda layer: _matrix(layer, a, b))(stack), sums.index)
   return _product(spec, "wgrad", a, b, jnp.float32, add_to=into).reshape(stack.shape)
+
+
+def _adds(spec: GemmSpec, gemm: str, dtype, letters: str, contracted: str) -> bool:
+  """Whether the kernel of a product adds it to a result with these letters, where that lies: it
+  is the matrix that the kernel writes, and nothing is done to it afterwards."""
+  of, sizes = spec.gemm(gemm), spec.local_sizes()
+  sides = (Role.G_DGRAD, Role.W_DGRAD) if gemm == "dgrad" else (Role.X_WGRAD, Role.G_WGRAD)
+  rows, columns = (spec.letters_of(role)[1] for role in sides)
+  is_plain = of.multiplies_codes and spec.gain(gemm) is None and not any(of.rotate_rows)
+  is_plain &= rows + columns == letters and not straight.is_needed(spec, Role.X_FWD)
+  if not is_plain or spec.letters.batch or spec.layout.act_axes_of(contracted):
+    return False
+  shape = tuple(math.prod(sizes[c] for c in group) for group in (rows, columns))
+  return gemm_api.adds(spec.backend(gemm), shape, dtype)
+
+
+def _matrix(x, a: Operand, b: Operand):
+  """A result as the matrix [M, N] of its operands."""
+  return x.reshape([math.prod(of.sizes[c] for c in of.free) for of in (a, b)])
 
 
 def _ahead(spec: GemmSpec, w, role: Role):

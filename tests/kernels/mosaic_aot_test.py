@@ -94,6 +94,11 @@ def shipped(array, narrow) -> dict:
   into = lambda a, b, d: mosaic_sm90_lib.matmul(a, b, out_dtype=jnp.float32, add_to=d)  # noqa: E731
   found["add_to/wgrad"] = (into, (*args, array(jnp.float32, m, n)))
   found |= _layers(array, narrow)
+  add("add_to/dgrad", "dgrad", jnp.bfloat16)
+  multiply, args = found["add_to/dgrad"]
+  _, m, n, _ = sizes["infir2_7b/tp1/3584x4608/dgrad"]
+  sum_ = lambda a, b, d: mosaic_sm90_lib.matmul(a, b, out_dtype=jnp.bfloat16, add_to=d)  # noqa: E731
+  found["add_to/dgrad"] = (sum_, (*args, array(jnp.bfloat16, m, n)))
   rows, quant = EXPERT_TOKENS + EXPERTS * 128, library.RECIPES["block_128"].wgrad.lhs
   into = lambda a, b, g, d: mosaic_sm90_lib.matmul(  # noqa: E731
     a, b, out_dtype=jnp.float32, groups=g, num_groups=EXPERTS, add_to=d

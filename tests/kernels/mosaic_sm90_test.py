@@ -257,10 +257,26 @@ def test_kernel_adds_to_what_is_there(rng, config):
       narrow_a, narrow_b, out_dtype=jnp.float32, config=config, add_to=jnp.asarray(total)
     )
   np.testing.assert_array_equal(total, want)
-  with pytest.raises(ValueError, match=r"add_to is bfloat16.*expected both float32"):
+  with pytest.raises(ValueError, match=r"add_to is bfloat16.*expected both alike"):
     mosaic_sm90_lib.matmul(
       narrow_a, narrow_b, out_dtype=jnp.float32, add_to=jnp.zeros((m, n), jnp.bfloat16)
     )
+
+
+def test_a_sum_in_bfloat16_is_rounded_once(rng):
+  """Data gradients of products of one input: the second is added before it is rounded."""
+  a, b, narrow_a, narrow_b = _operands(rng, GEMMS["block_128-dgrad"], 136, 192, 256)
+  before = (lattice(rng, 136, 192) * 1.25).astype(jnp.bfloat16)
+  got = mosaic_sm90_lib.matmul(
+    narrow_a, narrow_b, out_dtype=jnp.bfloat16, add_to=jnp.asarray(before)
+  )
+  exact = before.astype(np.float64) + a.astype(np.float64) @ b.astype(np.float64).T
+  want = exact.astype(np.float32).astype(jnp.bfloat16)  # float32 holds these sums
+  np.testing.assert_array_equal(exact, exact.astype(np.float32))
+  np.testing.assert_array_equal(np.float32(got), np.float32(want))
+  twice = (before.astype(np.float32) + (exact - before.astype(np.float64)).astype(np.float32)
+           .astype(jnp.bfloat16).astype(np.float32)).astype(jnp.bfloat16)  # fmt: skip
+  assert (np.float32(twice) != np.float32(want)).any()
 
 
 @pytest.mark.parametrize("m, n, k, fits", [(136, 96, 192, True), (136, 72, 256, False)])
@@ -280,7 +296,7 @@ def test_kernel_reads_and_adds_to_a_layer_where_it_lies(rng, m, n, k, fits):
   assert (f"f8_e4m3fn[{n},{k}]" not in text) == fits
   before = np.stack([lattice(rng, m, n) for _ in range(3)])
   x, g, narrow_x, narrow_g = _operands(rng, wgrad, m, n, k)
-  assert mosaic_sm90_lib.adds((m, n)) == fits
+  assert mosaic_sm90_lib.adds((m, n), jnp.float32) == fits
 
   def add(x, g, sums, i):
     return mosaic_sm90_lib.scaled_matmul(x, g, 128, jnp.float32, add_to=Entry(sums, i))

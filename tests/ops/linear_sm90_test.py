@@ -111,3 +111,45 @@ def test_x_and_g_are_read_once(rng, recipe):
   times = 3 + 6 + (1 if recipe == "block_128 saved" else 2)
   found = _kernels(jax.make_jaxpr(run)(*args).jaxpr)
   assert found == {"quantize_fp8": times, "scaled_matmul": 9}
+
+
+def _sums_outside(jaxpr, shape) -> int:
+  """Additions of arrays of a shape outside of kernels."""
+  count = 0
+  for eqn in jaxpr.eqns:
+    count += eqn.primitive.name in ("add", "add_any") and eqn.outvars[0].aval.shape == shape
+    if "mpmd_map" not in eqn.primitive.name:
+      for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+        count += (
+          _sums_outside(getattr(inner, "jaxpr", inner), shape) if hasattr(inner, "eqns") else 0
+        )
+  return count
+
+
+@pytest.mark.parametrize("backend", ["mosaic_sm90", "reference"])
+def test_gradients_of_one_input_add_up_where_they_are_made(rng, backend):
+  """q, k and v: the kernel adds to the last product's, others are added by XLA."""
+  eqn, sizes = EQUATIONS[0]
+  x, w, g = (lattice(rng, *(sizes[c] for c in t)) for t in eqn.replace("->", ",").split(","))
+  run, args = _gemms(eqn, (x, w, g), "block_128", backend, products=3)
+  dx = jax.jit(run)(*args)[1]
+  np.testing.assert_array_equal(dx, 3 * np.einsum("BLF,DF->BLD", np.float64(g), np.float64(w)))
+  sums = _sums_outside(jax.make_jaxpr(run)(*args).jaxpr, x.shape)
+  assert sums == (0 if backend == "mosaic_sm90" else 2)
+
+
+@pytest.mark.parametrize("backend", ["mosaic_sm90", "reference"])
+@pytest.mark.parametrize("eqn, sizes", EQUATIONS[::2])
+def test_a_weight_s_gradient_is_added_to_its_layer_of_the_sums(rng, eqn, sizes, backend):
+  """By the kernel where it lies, by XLA elsewhere; other layers stay as they were."""
+  letters = eqn.replace("->", ",").split(",")
+  x, w, g = (lattice(rng, *(sizes[c] for c in t)) for t in letters)
+  sums = np.stack([lattice(rng, *w.shape) for _ in range(3)])
+  weight = stored_params.Weight(w, jax.numpy.asarray(sums), None, layer=jax.numpy.int32(1))
+  run, args = _gemms(eqn, (x, weight, g), "block_128", backend)
+  got = jax.jit(run)(*args)[2][0].placeholder
+  want = sums.astype(np.float64)
+  want[1] += np.einsum(f"{letters[0]},{letters[2]}->{letters[1]}", np.float64(x), np.float64(g))
+  np.testing.assert_array_equal(got, want)
+  of_layers = _sums_outside(jax.make_jaxpr(run)(*args).jaxpr, w.shape)
+  assert (of_layers == 0) == (backend == "mosaic_sm90")

@@ -43,9 +43,9 @@ HOLDING = ("mosaic_sm90",)
 
 def scaled_matmul(
   a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix | Entry, *, accumulate: Accumulate,
-  backend: str, out_dtype=jnp.float32, spare: int = 0, add_to: Entry | None = None,
+  backend: str, out_dtype=jnp.float32, spare: int = 0, add_to=None,
 ):  # fmt: skip
-  """[M, N] in out_dtype, or with add_to its stack.
+  """[M, N] in out_dtype, or the stack of an add_to that is an Entry.
 
   Args:
     a: [M, K].
@@ -55,7 +55,8 @@ def scaled_matmul(
     backend: a key of BACKENDS that supports this problem (see kernels/choose.py).
     out_dtype: float32 or bfloat16.
     spare: multiprocessors that stay free, if the backend's kernel holds those that it is given.
-    add_to: for backends in WITH_LAYERS, a float32 matrix to which the product is added (`adds`).
+    add_to: for backends that add (`adds`), a matrix in out_dtype, or an Entry, that the product is
+      added to before it is rounded.
   """
   of_b = b.stack.data.shape[1:] if isinstance(b, Entry) else b.shape
   if a.shape[1] != of_b[1]:
@@ -65,6 +66,6 @@ def scaled_matmul(
   return BACKENDS[backend].scaled_matmul(a, b, accumulate, out_dtype, **more)
 
 
-def adds(backend: str, shape: tuple[int, ...]) -> bool:
-  """Whether a backend adds to an entry [M, N] of a stack where it lies."""
-  return backend in WITH_LAYERS and BACKENDS[backend].adds(shape)
+def adds(backend: str, shape: tuple[int, ...], out_dtype) -> bool:
+  """Whether a backend adds to a matrix [M, N], or an entry of a stack, where it lies."""
+  return backend in WITH_LAYERS and BACKENDS[backend].adds(shape, out_dtype)

@@ -54,9 +54,10 @@ def num_dots(problem) -> int:
 
 def scaled_matmul(
   a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix | Entry, accumulate: Accumulate,
-  out_dtype, spare: int = 0, add_to: Entry | None = None,
+  out_dtype, spare: int = 0, add_to=None,
 ):  # fmt: skip
-  """[M, N], or the stack of add_to; see `matmul`. Under vmap one product after the other."""
+  """[M, N], or the stack of an add_to that is an Entry; see `matmul`. Under vmap one product after
+  the other."""
   del accumulate
 
   def multiply(a, b, add_to):
@@ -65,9 +66,9 @@ def scaled_matmul(
   return jax.custom_batching.sequential_vmap(multiply)(a, b, add_to)
 
 
-def adds(shape: tuple[int, ...]) -> bool:
-  """Whether `scaled_matmul` adds to an entry [M, N] where it lies: TMA moves it as it is."""
-  units = (tile_config.UNIT_M, tile_config.unit_n(jnp.float32))
+def adds(shape: tuple[int, ...], out_dtype) -> bool:
+  """Whether `scaled_matmul` adds to what is [M, N] where it lies: TMA moves it as it is."""
+  units = (tile_config.UNIT_M, tile_config.unit_n(out_dtype))
   return not any(n % unit for n, unit in zip(shape, units, strict=True))
 
 
@@ -82,8 +83,8 @@ def matmul(
     b: [N, K], scales per 128x128 or 1x128; perhaps in shards of K, each a multiple of 128, or one
       layer of a stack.
     config: default: what was fastest for this shape, or `tiles.default`.
-    add_to: float32 [M, N] that the product is added to, tile by tile before it is stored, in place
-      if it may be overwritten. Or one layer of a stack, and the result is the stack.
+    add_to: [M, N] in out_dtype that the product is added to, in float32 and before it is stored, in
+      place if it may be overwritten. Or one layer of a stack, and the result is the stack.
     groups: int32, see tile_program.py. [M / 128] with b [groups, N, K] and its scales
       [groups, N / 128, K / 128]; or, ascending, [K / 128] with num_groups.
     num_groups: D and add_to are [num_groups, M, N], the sum over K of each group; those without a

@@ -76,10 +76,10 @@ def check(config: Config, out_dtype, of_rows: bool = False):
 
 def check_sum(add_to, shape: tuple[int, ...], out_dtype):
   """Raises ValueError if add_to is not what the result will be."""
-  if not (add_to.shape == shape and add_to.dtype == out_dtype == jnp.float32):
+  if not (add_to.shape == shape and add_to.dtype == out_dtype):
     raise ValueError(
-      f"add_to is {add_to.dtype}{list(add_to.shape)} and the result {jnp.dtype(out_dtype)}; "
-      f"expected both float32{list(shape)}"
+      f"add_to is {add_to.dtype}{list(add_to.shape)} and the result "
+      f"{jnp.dtype(out_dtype)}{list(shape)}; expected both alike"
     )
 
 

@@ -319,7 +319,6 @@ class Program:
     def store(d, totals):
       for part, total in enumerate(totals):
         at_m = row + wg * self.rows + part * WGMMA_ROWS
-        total = [chunk.astype(d.dtype) for chunk in total]
         self.store(shared, wg, total, part, d, pl.ds(at_m, WGMMA_ROWS), column)
       return zeros
 
@@ -418,8 +417,8 @@ class Program:
         loaded = shared.loaded.at[wg * buffers + buffer]
         plgpu.copy_gmem_to_smem(there, shared.d.at[wg, buffer], loaded)
         plgpu.barrier_wait(loaded)
-        chunk = shared.d[wg, buffer] + chunk
-      shared.d[wg, buffer] = chunk
+        chunk = shared.d[wg, buffer].astype(jnp.float32) + chunk
+      shared.d[wg, buffer] = chunk.astype(d.dtype)
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(shared.d.at[wg, buffer], there)
 
