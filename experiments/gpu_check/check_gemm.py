@@ -89,7 +89,11 @@ def _case(make, product: str, shape, adds: bool):
   if not adds:
     return (a, b), want, magnitudes
   total = make(m, n)
-  return (jnp.asarray(total), a, b), want + total, magnitudes + np.abs(total)
+  return (
+    (jnp.asarray(total, programs.out_dtype(product)), a, b),
+    want + total,
+    magnitudes + np.abs(total),
+  )
 
 
 def _layers_case(make, product: str, shape, adds: bool):

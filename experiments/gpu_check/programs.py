@@ -85,9 +85,9 @@ def gemm(product, shape, config=None, kind: str = "") -> Program:
   Args:
     product: "fwd" or "wgrad", whose operands of recipe block_128 are multiplied.
     config: fields of tiles.Config; None takes the kernel's own choice.
-    kind: "adds": a float32 sum is added to, in place. "groups": M tokens are divided among GROUPS
-      experts; N and K are an expert's sizes. "layers": B, or the sum that is added to, is one layer
-      of a stack of LAYERS, whose number is the last operand.
+    kind: "adds": a sum in the result's dtype is added to, in place. "groups": M tokens are divided
+      among GROUPS experts; N and K are an expert's sizes. "layers": B, or the sum that is added to,
+      is one layer of a stack of LAYERS, whose number is the last operand.
   """
   if kind == "groups":
     return _grouped(product, *shape)

@@ -1,6 +1,6 @@
 """The matrix products of a program, read from its HLO text.
 
-Every product is traced under a scope "site:product" (ops/linear.py), which XLA hands on, in the
+Every product is traced under a scope "site:product" (ops/products.py), which XLA hands on, in the
 metadata of instructions, to whatever comes of it: a cuBLAS call, a fusion that Triton compiles, a
 kernel of ours. Executions are counted: a loop's body as often as the loop runs, so that it does not
 matter how XLA unrolls it.

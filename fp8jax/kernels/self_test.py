@@ -18,7 +18,8 @@ from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
 from fp8jax.kernels.gemm import tile_config
 from fp8jax.kernels.quantize import mosaic_sm90 as making
 from fp8jax.kernels.quantize import prologues
-from fp8jax.quantization import bf16_remainder, quantized_tensor
+from fp8jax.quantization import bf16_remainder, quantized_tensor, scaled_matrix
+from fp8jax.quantization.scaled_matrix import Entry, ScaledMatrix
 from fp8jax.recipe.gemm import Gemm
 from fp8jax.recipe.quant import WHOLE, Quant
 
@@ -108,8 +109,9 @@ def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways, b_dtype, spare: int
   make = jax.jit(lambda a, b: (making.quantize_matrix(a, {1: lhs})[0][1],
                                making.quantize_matrix(b.T, {0: rhs})[0][0]))  # fmt: skip
   operands = make(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, b_dtype))
-  want = np.inner(a.astype(np.float64), b.astype(np.float64))
-  for dtype, config in dict.fromkeys(ways):
+  want, ways = np.inner(a.astype(np.float64), b.astype(np.float64)), [*dict.fromkeys(ways)]
+  first = {dtype: config for dtype, config in reversed(ways)}
+  for dtype, config in ways:
     how = dict(out_dtype=dtype, config=config, spare=spare)
     multiply = functools.partial(mosaic_sm90_lib.matmul, **how)
     got = np.asarray(jax.jit(multiply)(*operands).astype(jnp.float32))
@@ -117,6 +119,32 @@ def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways, b_dtype, spare: int
     rounded = want.astype(dtype).astype(np.float32)
     what = f"mosaic_sm90 multiplies {lhs} by {rhs} of {sizes} into {jnp.dtype(dtype)} with {config}"
     _refuse_if_wrong(got, rounded, what, _instead(rhs))
+    if config is first[dtype]:
+      _add(multiply, operands, want, dtype, (what, _instead(rhs)))
+
+
+def _add(
+  multiply, operands: tuple[ScaledMatrix, ScaledMatrix], want: np.ndarray, dtype, words: tuple
+):  # fmt: skip
+  """The same as a run's steps have it: B from the second of two layers, the product added to the
+  second of two sums; of both TMA moves 64 columns at a time."""
+  n = want.shape[1] - want.shape[1] % 64
+  if n == 0:
+    return
+  a, b = operands
+  tiles = scaled_matrix.num_tiles(n, b.tile[0])
+  b = ScaledMatrix(b.data[:n], b.scale[:tiles], b.tile)
+  stack = jax.tree.map(lambda x: jnp.stack([jnp.zeros_like(x), x]), b)
+  before = jnp.asarray(_lattice(len(want), n), dtype)
+  sums = jnp.stack([before, before])
+  add = lambda a, b, sums, i: multiply(a, Entry(b, i), add_to=Entry(sums, i))  # noqa: E731
+  got = np.asarray(jax.jit(add)(a, stack, sums, jnp.int32(1)).astype(jnp.float32))
+  rounded = (want[:, :n] + np.asarray(before, np.float64)).astype(dtype).astype(np.float32)
+  what, instead = words
+  _refuse_if_wrong(got[1], rounded, f"{what}, added to a layer's sum,", instead)
+  _refuse_if_wrong(
+    got[0], np.asarray(before, np.float32), f"{what}, beside another layer,", instead
+  )
 
 
 def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:

@@ -11,7 +11,7 @@ products can read it then.
 In training, a parameter that is no float32 array, or whose gradient is none, is a `Weight`: the
 parameter and a placeholder, zeros in the format of the gradient. The gradient is the placeholder's
 cotangent. Each layer's backward pass converts it, so that float32 gradients of one layer exist at a
-time. Placeholders are never read and leave nothing in the compiled program.
+time. Such placeholders are never read and leave nothing in the compiled program.
 
 Microbatches on one device: a layer's gradient may be added where it is made to the sum of those
 before it, one entry of a stack (`Weight.layer`). The placeholder is that stack then, and the

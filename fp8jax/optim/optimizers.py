@@ -132,7 +132,7 @@ class OptimizerConfig:
     '"bf16_sr", or "e4m3".', choices=storage.GRADIENTS)
   grad_wire: str = key("float32", 'In which devices of a mesh send each other their terms of a '
     'weight\'s gradient: "float32"; "bf16", half of the bytes; "e4m3", a quarter, with a scale per '
-    '128 elements; "e4m3_shared", one scale of a tensor for all devices instead (FP8-LM). The '
+    '128 elements; "e4m3_shared", with one scale of a tensor that the devices share (FP8-LM). The '
     "terms are summed in float32.", choices=storage.WIRES)
   schedule: str = key("wsd", '"wsd": linear warm-up, peak_lr, cosine to min_lr over the last '
     'decay_steps (arXiv:2509.22536); "cosine": warm-up, then cosine to min_lr, reached one step '

@@ -254,7 +254,7 @@ WIRES: dict[str, Quant | None] = {
   "float32": None,
   "bf16": Quant(BF16, scale=Scale.NONE),
   "e4m3": Quant(E4M3, (1, 128)),
-  # FP8-LM's (arXiv:2310.18313 §2.1): one scale of a tensor, of all devices.
+  # FP8-LM's (arXiv:2310.18313 §2.1): one scale of a tensor, of the devices that exchange it.
   "e4m3_shared": Quant(E4M3),
 }
 

@@ -108,9 +108,11 @@ def pack(
     amax: float32 scalar, of more than x, from which the scale of a tile (WHOLE, WHOLE) is made.
 
   Raises:
-    ValueError: another quant, or stochastic rounding without a key.
+    ValueError: another quant, stochastic rounding without a key, or an amax for smaller tiles.
   """
   check(quant)
+  if amax is not None and quant.tile[1] != WHOLE:
+    raise ValueError(f"an amax of the whole for tiles {quant.tile}: expected (WHOLE, WHOLE)")
   x = x.astype(jnp.float32)
   y = jnp.sqrt(x) if isinstance(quant.transform, SquareRoot) else x
   if quant.scale is Scale.NONE:

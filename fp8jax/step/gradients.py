@@ -122,9 +122,12 @@ def adds_in_place(spec: train_spec.TrainSpec) -> bool:
 class _Sums:
   """Adds gradients to sums like the differentiated values, in place (layer_loop.Consumer).
 
-  On one device the products of layers add their weights' themselves (`_joined`), each as soon as
-  it is made, and a kernel that can adds them before it stores them. On a mesh a layer's are summed
-  over devices first.
+  On one device the products of layers add the gradients of their weights themselves (`_joined`),
+  each as soon as it is made, and a kernel that can adds it before it is stored. On a mesh the
+  gradients of a layer are summed over devices first.
+
+  Args:
+    trees: like the declaration, of `_parts`, `_ahead` and `_joined`.
   """
 
   def __init__(self, spec: train_spec.TrainSpec, params, trees, made, total, teacher):
@@ -215,16 +218,17 @@ def _joined(spec: train_spec.TrainSpec, sites):
 
   A site of one product that is the only reader of its weight: the sums would count twice else.
   """
-  joined = jax.tree.map(lambda leaf: False, spec.leaves)
+  joined = jax.tree.map(lambda leaf: () if leaf.is_frozen else False, spec.leaves)
   if spec.run.layout.mesh is not None:
     return joined
   for mixer in transformer.mixers(spec.model):
     for site in quantized_once.declared(spec, mixer):
-      own, leaf = (tree["layers"][mixer.key] for tree in (joined, spec.leaves))
-      leaf = leaf[site.name]
-      plain = all(type(of_run[mixer.key][site.name]) is site_lib.Site for of_run in sites["layers"])
-      if plain and not isinstance(leaf, dict):  # of adapters
-        own[site.name] = not leaf.is_frozen and leaf.gradient is None
+      leaf = spec.leaves["layers"][mixer.key][site.name]
+      is_plain = all(
+        type(of_run[mixer.key][site.name]) is site_lib.Site for of_run in sites["layers"]
+      )
+      if is_plain and not leaf.is_frozen and leaf.gradient is None:
+        joined["layers"][mixer.key][site.name] = True
   return joined
 
 

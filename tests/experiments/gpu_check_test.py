@@ -85,16 +85,20 @@ def _multiply(broken: str):
     if broken == "step":  # the last 128 of K
       wide = [x[:, :-128] for x in wide]
     d = jnp.inner(*wide) + (0 if add_to is None or broken == "add" else add_to)
+    assert add_to is None or add_to.dtype == out_dtype
     d = d.at[3, 5].set(jnp.nan) if broken == "nan" else d
     return d.astype(out_dtype)
 
   return matmul
 
 
-@pytest.mark.parametrize("broken", ["", "scale", "step", "nan", "add"])
-def test_a_wrong_product_is_seen(monkeypatch, broken):
+@pytest.mark.parametrize("product, broken", [
+  *(("wgrad", broken) for broken in ("", "scale", "step", "nan", "add")), ("fwd", ""),
+  ("fwd", "add"),
+])  # fmt: skip
+def test_a_wrong_product_is_seen(monkeypatch, product, broken):
   monkeypatch.setattr(mosaic_sm90_lib, "matmul", _multiply(broken))
-  values = dict(product="wgrad", shape=(40, 64, 256), kind="adds")
+  values = dict(product=product, shape=(40, 64, 256), kind="adds")
   found = worker.measure(check_gemm.run, CONTEXT, values)
   assert found["status"] == ("wrong" if broken else "ok"), found
   # Normal numbers alone would show it too.

@@ -257,10 +257,39 @@ def test_kernel_adds_to_what_is_there(rng, config):
       narrow_a, narrow_b, out_dtype=jnp.float32, config=config, add_to=jnp.asarray(total)
     )
   np.testing.assert_array_equal(total, want)
+  groups = jnp.zeros(k // 128, jnp.int32)
+  with pytest.raises(ValueError, match="groups and a layer of a stack"):
+    mosaic_sm90_lib.matmul(
+      narrow_a, narrow_b, out_dtype=jnp.float32, groups=groups, num_groups=2,
+      add_to=Entry(jnp.zeros((2, m, n)), 0),
+    )  # fmt: skip
   with pytest.raises(ValueError, match=r"add_to is bfloat16.*expected both alike"):
     mosaic_sm90_lib.matmul(
       narrow_a, narrow_b, out_dtype=jnp.float32, add_to=jnp.zeros((m, n), jnp.bfloat16)
     )
+
+
+def test_layers_under_vmap_are_read_and_added_one_by_one(rng):
+  """Trials: of each its own layer, of stacks that no product copies whole."""
+  made = [_operands(rng, GEMMS["block_128-wgrad"], 64, 64, 128) for _ in range(4)]
+  a, b = (jax.tree.map(lambda *x: jnp.stack(x), *(one[i] for one in made)) for i in (2, 3))
+  before = np.stack([lattice(rng, 2, 64, 64) for _ in range(2)])
+  stacks = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), b)
+
+  def add(a, stack, sums):
+    return mosaic_sm90_lib.scaled_matmul(
+      a, Entry(stack, 1), 128, jnp.float32, add_to=Entry(sums, 0)
+    )
+
+  firsts = jax.tree.map(lambda x: x[:2], a)
+  got = jax.vmap(add)(firsts, stacks, jnp.asarray(before))
+  want = before.astype(np.float64)
+  for trial, (x, y) in enumerate(((0, 1), (1, 3))):
+    want[trial, 0] += made[x][0].astype(np.float64) @ made[y][1].astype(np.float64).T
+  np.testing.assert_array_equal(got, want)
+  jaxpr = jax.make_jaxpr(jax.vmap(add))(firsts, stacks, jnp.asarray(before)).jaxpr
+  (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+  assert {v.aval.ndim for v in loop.invars} == {3}  # trials of matrices, not of stacks
 
 
 def test_a_sum_in_bfloat16_is_rounded_once(rng):
@@ -392,15 +421,26 @@ def test_kernels_are_tried_before_a_run(monkeypatch, name):
   monkeypatch.setattr(tile_config, "lookup", lookup)
   multiply = mosaic_sm90_lib.matmul
 
-  def seen(a, b, *, out_dtype, config, spare):
+  added = set()
+
+  def seen(a, b, *, out_dtype, config, spare, add_to=None):
     dtypes.add(out_dtype)
+    added.update({out_dtype} if isinstance(add_to, Entry) and isinstance(b, Entry) else ())
     configs.add((out_dtype, config))
     assert spare == 1
-    return multiply(a, b, out_dtype=out_dtype, config=config, spare=spare)
+    return multiply(a, b, out_dtype=out_dtype, config=config, spare=spare, add_to=add_to)
 
-  def broken(a, b, *, out_dtype, config, spare):
+  def broken(a, b, *, out_dtype, config, spare, add_to=None):
+    if add_to is not None:
+      wide = Entry(add_to.stack.astype(jnp.float32), add_to.index)
+      return wide.plus(jnp.inner(a.dequantize(), b.take().dequantize())).astype(out_dtype)
     d = jnp.inner(a.dequantize(), b.dequantize()).astype(out_dtype)
     return d.at[3, 5].set(1e6) if config == tuned else d
+
+  def beside(a, b, *, out_dtype, config, spare, add_to=None):
+    if add_to is not None:  # into the layer before
+      add_to = Entry(add_to.stack, add_to.index - 1)
+    return broken(a, b, out_dtype=out_dtype, config=None, spare=spare, add_to=add_to)
 
   monkeypatch.setattr(mosaic_sm90_lib, "matmul", seen)
   read, quantize_matrix = [], quantizer.quantize_matrix
@@ -412,11 +452,14 @@ def test_kernels_are_tried_before_a_run(monkeypatch, name):
   monkeypatch.setattr(quantizer, "quantize_matrix", reading)
   self_test.hopper(GEMMS[name], [(40, 136, 192)], sizes, jnp.bfloat16, spare=1)
   assert set(read) == {jnp.dtype(jnp.bfloat16)}  # weights too, as a run has them
-  assert dtypes == {jnp.bfloat16, jnp.float32}
+  assert dtypes == {jnp.bfloat16, jnp.float32} == added
   of_run = {jnp.float32} if name.endswith("wgrad") else dtypes
   assert {dtype for dtype, config in configs if config == tuned} == of_run
   monkeypatch.setattr(mosaic_sm90_lib, "matmul", broken)
   with pytest.raises(UserError, match=r"1 of .* \[3, 5\] .*kernels.matmul='reference'"):
+    self_test.hopper(GEMMS[name], [(40, 136, 192)], sizes)
+  monkeypatch.setattr(mosaic_sm90_lib, "matmul", beside)
+  with pytest.raises(UserError, match=r"added to a layer's sum, wrongly"):
     self_test.hopper(GEMMS[name], [(40, 136, 192)], sizes)
 
 

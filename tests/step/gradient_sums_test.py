@@ -22,6 +22,9 @@ CASES = {
   "two runs of layers, tied, compressed inputs": (
     {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "precision.first_bf16": 1,
      "memory.save_layer_inputs": "e4m3_16", "model.tie_embeddings": True}, None),
+  "adapters": (
+    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "model.lora.rank": 4,
+     "model.lora.base": "bf16", "model.num_layers": 2}, None),
 }  # fmt: skip
 SLOW = {
   "a mesh, a head of its own, 16-bit masters, operands made once": (

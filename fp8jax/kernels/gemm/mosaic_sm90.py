@@ -15,6 +15,7 @@ Scales are multiplied with each other first: a product beyond float32 gives infi
 2^-126 it may lose sums below 2^-101.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -57,13 +58,28 @@ def scaled_matmul(
   out_dtype, spare: int = 0, add_to=None,
 ):  # fmt: skip
   """[M, N], or the stack of an add_to that is an Entry; see `matmul`. Under vmap one product after
-  the other."""
+  the other, of layers that are copied out of their stacks."""
   del accumulate
+  one = functools.partial(matmul, out_dtype=out_dtype, spare=spare)
 
+  @jax.custom_batching.custom_vmap
   def multiply(a, b, add_to):
-    return matmul(a, b, out_dtype=out_dtype, spare=spare, add_to=add_to)
+    return one(a, b, add_to=add_to)
 
-  return jax.custom_batching.sequential_vmap(multiply)(a, b, add_to)
+  @multiply.def_vmap
+  def _(size, batched, a, b, add_to):
+    # A loop over trials would hand each whole stacks.
+    whole = lambda x, is_batched: jax.tree.map(  # noqa: E731
+      lambda x, b: x if b else jnp.broadcast_to(x, (size, *jnp.shape(x))), x, is_batched
+    )
+    a, b, add_to = (whole(x, is_batched) for x, is_batched in zip((a, b, add_to), batched))
+    b = jax.vmap(Entry.take)(b) if isinstance(b, Entry) else b
+    if not isinstance(add_to, Entry):
+      return jax.lax.map(lambda x: multiply(*x), (a, b, add_to)), True
+    made = jax.lax.map(lambda x: one(*x), (a, b))
+    return jax.vmap(Entry.plus)(add_to, made), True
+
+  return multiply(a, b, add_to)
 
 
 def adds(shape: tuple[int, ...], out_dtype) -> bool:
@@ -92,10 +108,12 @@ def matmul(
     spare: multiprocessors on which no program starts.
 
   Raises:
-    ValueError: a config that does not fit, an add_to that is not what D would be, no multiprocessor
-      left.
+    ValueError: a config that does not fit, an add_to that is not what D would be, groups beside a
+      layer, no multiprocessor left.
   """
   b, add_to, layers = _stacks(b, add_to, out_dtype)
+  if groups is not None and layers:
+    raise ValueError("groups and a layer of a stack: take the layer out first")
   (m, k), n, is_sum = a.data.shape, b.data.shape[-2], add_to is not None
   count = add_to.shape[0] if "d" in layers else num_groups
   shape = (count, m, n) if count else (m, n)
