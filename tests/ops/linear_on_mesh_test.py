@@ -14,13 +14,15 @@ from lattice import lattice
 
 from fp8jax import axes, mesh
 from fp8jax.kernels import choose
+from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
 from fp8jax.kernels.gemm import reference
 from fp8jax.kernels.quantize import mosaic_sm90 as quantize_sm90
-from fp8jax.ops import gemm_spec, products
+from fp8jax.ops import gemm_spec, products, stored_params, weight_operands
+from fp8jax.ops import operands as operands_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.cross_entropy import cross_entropy
-from fp8jax.ops.dots import dot
+from fp8jax.ops.dots import dot, dots
 from fp8jax.ops.site import ScalingInputs
 from fp8jax.quantization import quantize, scaled_matrix, tensor_stats
 from fp8jax.recipe import library, rules
@@ -256,6 +258,72 @@ def test_weights_cross_the_wire_narrow_where_tiles_are_whole(rng):
   assert _gathered(straddling[1]) == {"f32"}
   for a, b in zip(straddling[0], _exact("BLD,DF->BLF", *operands)):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("shape", SOME_MESHES, ids=str)
+@pytest.mark.parametrize("eqn, sizes", EQUATIONS[:2])
+def test_a_data_gradient_is_added_to_another_on_a_mesh(rng, monkeypatch, eqn, sizes, shape):
+  """By a backend that adds, where nothing is summed over devices afterwards; else outside of it."""
+  asked = []
+
+  def adding(a, b, *, add_to=None, backend, spare=0, **how):
+    made = reference.scaled_matmul(a, b, how["accumulate"], jnp.float32)
+    asked.append(add_to is not None)
+    return (made if add_to is None else made + add_to).astype(how["out_dtype"])
+
+  monkeypatch.setattr(gemm_api, "scaled_matmul", adding)
+  monkeypatch.setattr(gemm_api, "adds", lambda *_: True)
+  letters = eqn.replace("->", ",").split(",")
+  x, w, g = (lattice(rng, *(sizes[c] for c in t)) for t in letters)
+  layout = _layout(shape)
+  site = dataclasses.replace(_site("block_128", layout), backends=("reference",) * 3)
+  x, g = (
+    _place(x, letters[0], layout.act_spec, layout),
+    _place(g, letters[2], layout.act_spec, layout),
+  )
+  w = _place(w, letters[1], layout.weight_spec, layout)
+
+  def run(x, w):
+    sites = [dataclasses.replace(site, name=str(n)) for n in range(2)]
+    return jax.vjp(lambda x: dots((eqn,) * 2, x, (w, w), sites), x)[1]((g, g))[0]
+
+  dx = jax.jit(run)(x, w)
+  np.testing.assert_array_equal(dx, 2 * _exact(eqn, *map(np.asarray, (x, w, g)))[1])
+  produced = letters[2].replace("B", "").replace("L", "")[0]
+  is_split = layout.size(layout.act_axes(produced)) > 1
+  assert any(asked) == (not is_split)
+
+
+def test_a_layer_of_a_stack_reaches_its_product_on_a_mesh(rng, monkeypatch):
+  """Operands that a step made once: a backend that reads layers gets the stack and the number."""
+  asked = []
+
+  def reading(a, b, *, add_to=None, backend, spare=0, **how):
+    asked.append(isinstance(b, scaled_matrix.Entry) and b.stack.data.ndim)
+    return reference.scaled_matmul(a, b.take(), how["accumulate"], how["out_dtype"])
+
+  monkeypatch.setattr(gemm_api, "scaled_matmul", reading)
+  monkeypatch.setattr(gemm_api, "WITH_LAYERS", ("reference",))
+  eqn, sizes = EQUATIONS[1]
+  letters, layout = eqn.replace("->", ",").split(","), _layout((2, 2, 2))
+  x, w, g = (lattice(rng, *(sizes[c] for c in t)) for t in letters)
+  site = dataclasses.replace(_site("block_128", layout), backends=("reference",) * 3)
+  spec, inputs = gemm_spec.make_spec(eqn, x, w, site), ScalingInputs.of(site)
+  made = [operands_lib.quantize_now(spec, role, _place(w, letters[1], layout.weight_spec, layout),
+                                    inputs) for role in weight_operands.ROLES]  # fmt: skip
+  stacks = [jax.tree.map(lambda x: jnp.stack([jnp.zeros_like(x), x]), one) for one in made]
+  entries = [scaled_matrix.Entry(stack, jnp.int32(1)) for stack in stacks]
+  stored = stored_params.WeightOperands(*entries, jnp.zeros(1), w.shape)
+  y = jax.jit(lambda x, w: products.forward(spec, x, w, inputs)[0])(
+    _place(x, letters[0], layout.act_spec, layout), stored
+  )
+  dx = jax.jit(lambda g, w: products.data_gradient(spec, g, w, inputs))(
+    _place(g, letters[2], layout.act_spec, layout), stored
+  )
+  want = _exact(eqn, x, w, g)
+  np.testing.assert_array_equal(y, want[0])
+  np.testing.assert_array_equal(dx, want[1])
+  assert asked == [3, 3]
 
 
 @pytest.mark.parametrize("recipe", ["halo_int8_2", "halo_fp6_1"])

@@ -158,6 +158,24 @@ def test_terms_travel_in_the_wire_s_format(wire, word, nbytes, error):
     assert error / 20 < away < error, (path, away)
 
 
+def test_a_wire_s_shared_scale_is_of_one_layer():
+  """Gradients of one layer 2^20 times those of the other: under one scale these would be 0."""
+  spec = spec_of(PLAIN | {"optim.grad_wire": "e4m3_shared", "model.tie_embeddings": False})
+  parts, ahead = gradients._parts(spec), gradients._ahead(spec)
+  sizes = jax.tree.map(
+    lambda leaf, p, of, a: gradients._sink(leaf, p, of, a), spec.leaves,
+    params_lib.abstract(spec.declaration, spec.model.dims, spec.run.layout), parts, ahead,
+  )  # fmt: skip
+  rng = np.random.default_rng(0)
+  terms = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), sizes)
+  q = terms["layers"]["attn"]["q"]
+  q[0] *= 2.0**20
+  summed = jax.jit(functools.partial(gradients._summed, spec, parts=parts))(terms)
+  want = q.astype(np.float64).sum(1)
+  for got, exact in zip(np.asarray(summed["layers"]["attn"]["q"]), want, strict=True):
+    assert 1e-3 < np.linalg.norm(got - exact) / np.linalg.norm(exact) < 5e-2
+
+
 def test_the_start_line_names_the_wire_and_whether_anything_is_sent():
   told = {shape: start._wire(spec_of(PLAIN | {"optim.grad_wire": "e4m3"}, shape=shape))
           for shape in (SHAPE, None)}  # fmt: skip
