@@ -50,7 +50,7 @@ def get_config(arm="", name="cpt_7b"):
   c.optim.weight_decay, c.optim.grad_clip_norm = 0.1, 1.0
   # 3584 / 4 and 1536 / 4 are whole scale tiles, so weights are gathered in FP8; an eighth is not.
   c.mesh.data, c.mesh.fsdp = -1, 4
-  c.memory.remat_policy, c.memory.loss_chunk = "full", 1024
+  c.memory.remat_policy, c.memory.loss_chunk = "full", 2048
   c.eval.every, c.eval.tokens, c.eval.batch = 100, 10 * 128 * 32_768, 8
   c.eval.precisions = ("recipe",)  # as theirs; a BF16 pass besides would double the evaluation
   c.checkpoint.every, c.checkpoint.keep = 1_000, 3

@@ -127,7 +127,7 @@ def _add(
   multiply, operands: tuple[ScaledMatrix, ScaledMatrix], want: np.ndarray, dtype, words: tuple
 ):  # fmt: skip
   """The same as a run's steps have it: B from the second of two layers, the product added to the
-  second of two sums; of both TMA moves 64 columns at a time."""
+  first of two sums; of both TMA moves 64 columns at a time."""
   n = want.shape[1] - want.shape[1] % 64
   if n == 0:
     return
@@ -137,14 +137,12 @@ def _add(
   stack = jax.tree.map(lambda x: jnp.stack([jnp.zeros_like(x), x]), b)
   before = jnp.asarray(_lattice(len(want), n), dtype)
   sums = jnp.stack([before, before])
-  add = lambda a, b, sums, i: multiply(a, Entry(b, i), add_to=Entry(sums, i))  # noqa: E731
+  add = lambda a, b, sums, i: multiply(a, Entry(b, i), add_to=Entry(sums, 1 - i))  # noqa: E731
   got = np.asarray(jax.jit(add)(a, stack, sums, jnp.int32(1)).astype(jnp.float32))
   rounded = (want[:, :n] + np.asarray(before, np.float64)).astype(dtype).astype(np.float32)
-  what, instead = words
-  _refuse_if_wrong(got[1], rounded, f"{what}, added to a layer's sum,", instead)
-  _refuse_if_wrong(
-    got[0], np.asarray(before, np.float32), f"{what}, beside another layer,", instead
-  )
+  (what, instead), other = words, np.asarray(before, np.float32)
+  _refuse_if_wrong(got[0], rounded, f"{what}, added to a layer's sum,", instead)
+  _refuse_if_wrong(got[1], other, f"{what}, beside another layer,", instead)
 
 
 def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:

@@ -438,8 +438,8 @@ def test_kernels_are_tried_before_a_run(monkeypatch, name):
     return d.at[3, 5].set(1e6) if config == tuned else d
 
   def beside(a, b, *, out_dtype, config, spare, add_to=None):
-    if add_to is not None:  # into the layer before
-      add_to = Entry(add_to.stack, add_to.index - 1)
+    if add_to is not None:  # into the other layer
+      add_to = Entry(add_to.stack, 1 - add_to.index)
     return broken(a, b, out_dtype=out_dtype, config=None, spare=spare, add_to=add_to)
 
   monkeypatch.setattr(mosaic_sm90_lib, "matmul", seen)
