@@ -13,6 +13,7 @@ from fp8jax import axes
 from fp8jax import mesh as mesh_lib
 from fp8jax.ops import collectives
 from fp8jax.optim import storage
+from fp8jax.quantization import quantized_tensor
 
 MESH = mesh_lib.make((2, 4, 1))
 
@@ -126,3 +127,5 @@ def test_devices_share_one_scale_of_a_tensor(rng):
   np.testing.assert_array_equal(found[0], (codes * 2.0**9).sum(0))
   # The others' scale is their own, 7 / 448, under which these integers are exact.
   np.testing.assert_array_equal(found[1], np.float64(groups[1]).sum(0))
+  with pytest.raises(ValueError, match="an amax of the whole for tiles"):
+    quantized_tensor.pack(jnp.ones((2, 128)), storage.WIRES["e4m3"], amax=jnp.float32(1))

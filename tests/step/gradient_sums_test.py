@@ -19,9 +19,10 @@ HEAD = ("head", "bf16")
 # By the length of windows: loud steps compile three times as long.
 STATISTICS = {64: tensor_stats.QUIET, 128: tensor_stats.QUIET, 32: tensor_stats.LOUD}
 CASES = {
-  "two runs of layers, tied, compressed inputs": (
+  "two runs of layers, tied, compressed inputs, operands made once": (
     {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "precision.first_bf16": 1,
-     "memory.save_layer_inputs": "e4m3_16", "model.tie_embeddings": True}, None),
+     "memory.save_layer_inputs": "e4m3_16", "model.tie_embeddings": True,
+     "memory.weight_operands": "per_step"}, None),
   "adapters": (
     {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "model.lora.rank": 4,
      "model.lora.base": "bf16", "model.num_layers": 2}, None),
