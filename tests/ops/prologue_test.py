@@ -84,9 +84,10 @@ def calls(monkeypatch):
     ]
     return made, [tensor_stats.amax(y) for y in results] if watched else []
 
-  def multiply(a, b, accumulate, out_dtype, spare):
+  def multiply(a, b, accumulate, out_dtype, spare, add_to=None):
     assert spare == 0
-    return reference.scaled_matmul(a, b.in_one_piece(), accumulate, out_dtype)
+    made = reference.scaled_matmul(a, b.in_one_piece(), accumulate, out_dtype)
+    return made if add_to is None else add_to + made
 
   monkeypatch.setattr(quantize_sm90, "quantize_matrix", quantize_matrix)
   monkeypatch.setattr(quantize_sm90, "quantize_produced", quantize_produced)
