@@ -90,13 +90,14 @@ def hopper(
   both = (jnp.bfloat16, jnp.float32)
   tried = [(sizes, d) for d in both]
   tried += [(shape, d) for shape in sorted(shapes) for d in (both if is_tiled else (dtype,))]
-  ways = [(d, tile_config.best(*shape, is_tiled, d)) for shape, d in tried]
+  cores = max(mosaic_sm90_lib.num_cores() - spare, 1)
+  ways = [(d, tile_config.best(*shape, is_tiled, d, cores=cores)) for shape, d in tried]
   b_dtype = weights if is_tiled else jnp.bfloat16
   multiply = functools.partial(_multiply, gemm, b_dtype=b_dtype, spare=spare)
   multiply(sizes, ways)
   for (m, n, k), d in tried[len(both) :]:
-    config = tile_config.best(m, n, k, is_tiled, d)
-    if tile_config.waves(config, m, n) <= 1:
+    config = tile_config.best(m, n, k, is_tiled, d, cores=cores)
+    if tile_config.waves(config, m, n, cores) <= 1:
       multiply((m, n, min(k, 256 + k % tile_config.BLOCK)), [(d, config)])
 
 

@@ -62,6 +62,22 @@ def test_the_port_and_a_last_wave_with_little_to_do_decide(pools, product, m, n,
   assert _clocks(found, m, n) == want
 
 
+def test_tiles_are_chosen_for_the_multiprocessors_that_a_product_has():
+  """144 tiles of 128x128 are one wave where there are as many, and two of 132 or of 116."""
+  default = functools.partial(tile_config.default, 1536, 1536, False, jnp.float32)
+  assert [default(cores=cores).tile_n for cores in (144, 132)] == [128, 160]
+  assert default(cores=1).raster == 1
+  asked, multiply = [], gemm_api.scaled_matmul
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(tile_config, "default", lambda *args: asked.append(args[-1]) or Config(stages=0))
+    a = scaled_matrix.ScaledMatrix(
+      jnp.zeros((512, 256), jnp.float8_e4m3fn), jnp.ones((512, 2)), (1, 128)
+    )
+    with pytest.raises(ValueError):  # no stages
+      multiply(a, a, accumulate=128, backend="mosaic_sm90", out_dtype=jnp.float32, spare=16)
+  assert asked == [116]
+
+
 def test_no_shape_of_the_table_gets_longer_and_large_ones_share_what_they_load(pools):
   for name, (product, m, n, _) in gemm_shapes.gemms().items():
     is_tiled, out = product != "wgrad", _dtype(product)

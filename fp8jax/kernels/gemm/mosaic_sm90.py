@@ -120,7 +120,8 @@ def matmul(
   if is_sum:
     tile_config.check_sum(add_to, shape, out_dtype)
   is_tiled = b.tile[0] == BLOCK
-  config = config or tile_config.best(m, n, k, is_tiled, out_dtype, groups is not None)
+  cores = max(num_cores() - spare, 1)
+  config = config or tile_config.best(m, n, k, is_tiled, out_dtype, groups is not None, cores)
   tile_config.check(config, out_dtype, of_rows=groups is not None and not num_groups)
   per_column = tile_config.is_per_column(config, is_tiled)
   a = _fitted(a, tile_config.UNIT_M)

@@ -29,7 +29,7 @@ SUM_ERROR = 4 * 32 * 2.0**-13
 UNIT_M, UNIT_K = smem.ROWS, 64
 SMEM_BYTES = smem.BYTES
 NEAR = 1.5  # a shape that was measured speaks for others whose sizes are no more times as large
-_CORES = 132  # of an H100 or H200, where tiles are chosen that nobody timed
+CORES = 132  # of an H100 or H200
 _TUNED = pathlib.Path(__file__).parent / "tuned"
 
 
@@ -137,35 +137,40 @@ class Choice(NamedTuple):
   source: str
 
 
-def best(m: int, n: int, k: int, is_tiled: bool, out_dtype, has_groups: bool = False) -> Config:
+def best(
+  m: int, n: int, k: int, is_tiled: bool, out_dtype, has_groups: bool = False, cores: int = CORES
+) -> Config:  # fmt: skip
   """`choice` without its source; groups have no measurement."""
   if has_groups:
     return plain(is_tiled, out_dtype)
-  return choice(m, n, k, is_tiled, out_dtype).config
+  return choice(m, n, k, is_tiled, out_dtype, cores).config
 
 
-def choice(m: int, n: int, k: int, is_tiled: bool, out_dtype) -> Choice:
+def choice(m: int, n: int, k: int, is_tiled: bool, out_dtype, cores: int = CORES) -> Choice:
   """The measured fastest config for this shape here, that of the nearest shape, or `default`."""
   return lookup((m, n, k), is_tiled, out_dtype) or Choice(
-    default(m, n, is_tiled, out_dtype), "model"
+    default(m, n, is_tiled, out_dtype, cores), "model"
   )
 
 
-def default(m: int, n: int, is_tiled: bool, out_dtype) -> Config:
+def default(m: int, n: int, is_tiled: bool, out_dtype, cores: int = CORES) -> Config:
   """For shapes nobody tuned: the shortest by `_cost`, of `candidates`, none of which spills.
 
   Not measured on a GPU: tiles of 128x128 are left only for others that promise a twentieth less.
+
+  Args:
+    cores: multiprocessors that the product may take.
   """
-  if waves(plain(is_tiled, out_dtype), m, n) == 1:  # nothing to win
+  if waves(plain(is_tiled, out_dtype), m, n, cores) == 1:  # nothing to win
     return plain(is_tiled, out_dtype)
 
   def cost(config):
-    return _cost(config, m, n) * (1 if config.tile_n == BLOCK else 1.05)
+    return _cost(config, m, n, cores) * (1 if config.tile_n == BLOCK else 1.05)
 
   best = min((plain(is_tiled, out_dtype), *candidates(is_tiled, out_dtype)), key=cost)
   # The tiles in flight cover about as many rows of A as of B.
-  raster = round(math.sqrt(_CORES * best.tile_n / best.tile_m)) // best.cluster_m
-  return dataclasses.replace(best, raster=raster)
+  raster = round(math.sqrt(cores * best.tile_n / best.tile_m)) // best.cluster_m
+  return dataclasses.replace(best, raster=max(raster, 1))
 
 
 def has_register_pools() -> bool:
@@ -196,13 +201,13 @@ def plain(is_tiled: bool, out_dtype) -> Config:
   return Config(stages=4, producer="inline")
 
 
-def waves(config: Config, m: int, n: int) -> int:
+def waves(config: Config, m: int, n: int, cores: int = CORES) -> int:
   """How many tiles the busiest program takes."""
   rows, columns = -(-m // (config.tile_m * config.cluster_m)), -(-n // config.tile_n)
-  return -(-rows * columns // (_CORES // config.cluster_m))
+  return -(-rows * columns // max(cores // config.cluster_m, 1))
 
 
-def _cost(config: Config, m: int, n: int) -> float:
+def _cost(config: Config, m: int, n: int, cores: int) -> float:
   """Clocks of the product for each 128 of K.
 
   A step keeps the tensor core busy for 4 clocks per column of 128 rows. Shared memory, 128 bytes a
@@ -213,7 +218,7 @@ def _cost(config: Config, m: int, n: int) -> float:
   tensor_core = rows * columns * BLOCK / 4096
   shared_memory = rows + 2 * columns * rows // BLOCK + rows + columns
   loaded = rows + columns / config.cluster_m
-  return waves(config, m, n) * (max(tensor_core, shared_memory) + loaded / 8)
+  return waves(config, m, n, cores) * (max(tensor_core, shared_memory) + loaded / 8)
 
 
 def _key(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> str:
