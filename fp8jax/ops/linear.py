@@ -232,11 +232,8 @@ def gradients(specs, residuals: Residuals, gs):
       else:
         (x_wgrad,) = provider.make(spec, n, i, (Role.X_WGRAD,))
       dtype = jnp.float32 if is_stored(stored_w) else w.dtype
-      sums = sums_of(stored_w)
-      if sums is not None and products.adds(spec):
-        dw = products.added_weight_gradient(spec, x_wgrad, g_wgrad, sums, i)
-      else:
-        dw = products.weight_gradient(spec, x_wgrad, g_wgrad, dtype, i, w, parts_of(stored_w))
+      kept = parts_of(stored_w), sums_of(stored_w)
+      dw = products.weight_gradient(spec, x_wgrad, g_wgrad, dtype, i, w, *kept)
       dws.append(cotangent(stored_w, dw))
     stats_x, stats_w = residuals.stats[n]
     stats_x = provider.amax if stats_x is None else stats_x

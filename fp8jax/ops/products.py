@@ -56,8 +56,7 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs, x=None, dx=None):
       it rounds.
   """
   s, layout, w = spec.letters, spec.layout, _ahead(spec, w, Role.W_DGRAD)
-
-  adds_here = dx is not None and _adds(spec, "dgrad", spec.x_dtype, s.x, s.produced)
+  adds_here = dx is not None and _adds(spec, "dgrad", spec.x_dtype, s.x)
 
   def local(g, w, inputs, *others):
     a = operands.operand(spec, Role.G_DGRAD, g, inputs)
@@ -77,13 +76,22 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs, x=None, dx=None):
   return made if dx is None or adds_here else dx + made
 
 
-def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs, w=None, parts=None):
+def weight_gradient(
+  spec: GemmSpec, x, g, dtype, inputs: ScalingInputs, w=None, parts=None, sums: Entry | None = None
+):  # fmt: skip
   """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes only the weight is split on}.
 
   Args:
     w: the weight, for recipes that `straight.is_needed` names.
     parts: Parts of which dw is wished, see straight.axes_of_terms.
+    sums: float32, on one device, an entry of a stack that a kernel which can adds dw to, where it
+      lies. The result is the stack then, an axis more.
   """
+  if sums is not None and _adds(spec, "wgrad", jnp.float32, spec.letters.w):
+    a = operands.operand(spec, Role.X_WGRAD, x, inputs)
+    b = operands.operand(spec, Role.G_WGRAD, g, inputs)
+    into = Entry(jax.vmap(lambda layer: _matrix(layer, a, b))(sums.stack), sums.index)
+    return _product(spec, "wgrad", a, b, jnp.float32, add_to=into).reshape(sums.stack.shape)
   s, layout, later = spec.letters, spec.layout, straight.axes_of_terms(spec, parts)
 
   def local(x, g, inputs):
@@ -101,30 +109,18 @@ def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs, w=None, 
   return straight.cotangent(spec, Role.W_FWD, w, dw, inputs, dtype, later)
 
 
-def adds(spec: GemmSpec) -> bool:
-  """Whether the kernel of the weight gradient adds it to an entry of a stack, where it lies."""
-  is_alone = spec.layout.mesh is None and not straight.is_needed(spec, Role.W_FWD)
-  return is_alone and _adds(spec, "wgrad", jnp.float32, spec.letters.w, spec.letters.tokens)
-
-
-def added_weight_gradient(spec: GemmSpec, x, g, sums: Entry, inputs: ScalingInputs):
-  """The stack of `sums` with the weight gradient added to its entry; `adds` is true."""
-  a = operands.operand(spec, Role.X_WGRAD, x, inputs)
-  b = operands.operand(spec, Role.G_WGRAD, g, inputs)
-  stack = sums.stack
-  into = Entry(jax.vmap(lambda layer: _matrix(layer, a, b))(stack), sums.index)
-  return _product(spec, "wgrad", a, b, jnp.float32, add_to=into).reshape(stack.shape)
-
-
-def _adds(spec: GemmSpec, gemm: str, dtype, letters: str, contracted: str) -> bool:
+def _adds(spec: GemmSpec, gemm: str, dtype, letters: str) -> bool:
   """Whether the kernel of a product adds it to a result with these letters, where that lies: it
   is the matrix that the kernel writes, and nothing is done to it afterwards."""
-  of, sizes = spec.gemm(gemm), spec.local_sizes()
-  sides = (Role.G_DGRAD, Role.W_DGRAD) if gemm == "dgrad" else (Role.X_WGRAD, Role.G_WGRAD)
-  rows, columns = (spec.letters_of(role)[1] for role in sides)
+  of, sizes, s = spec.gemm(gemm), spec.local_sizes(), spec.letters
+  if gemm == "dgrad":
+    roles, tensor, contracted = (Role.G_DGRAD, Role.W_DGRAD), Role.X_FWD, s.produced
+  else:
+    roles, tensor, contracted = (Role.X_WGRAD, Role.G_WGRAD), Role.W_FWD, s.tokens
+  rows, columns = (spec.letters_of(role)[1] for role in roles)
   is_plain = of.multiplies_codes and spec.gain(gemm) is None and not any(of.rotate_rows)
-  is_plain &= rows + columns == letters and not straight.is_needed(spec, Role.X_FWD)
-  if not is_plain or spec.letters.batch or spec.layout.act_axes_of(contracted):
+  is_plain &= rows + columns == letters and not straight.is_needed(spec, tensor)
+  if not is_plain or s.batch or spec.layout.act_axes_of(contracted):
     return False
   shape = tuple(math.prod(sizes[c] for c in group) for group in (rows, columns))
   return gemm_api.adds(spec.backend(gemm), shape, dtype)
