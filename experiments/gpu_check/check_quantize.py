@@ -18,7 +18,7 @@ SCALE_BUDGET = 2.0**-21
 E4M3_HALF_STEP, E4M3_SMALLEST_HALF = 2.0**-4, 2.0**-10  # relative; of a scale
 
 
-def run(context: Context, shape, producer="", alongs=(), tensor="x", watched=False):
+def run(context: Context, shape, producer="", alongs=(), tensor="x", watched=False, layers=False):
   """{"lattice_wrong", "elements"}; of a prologue {"error"}: the worst in what is allowed.
 
   Raises:
@@ -27,12 +27,17 @@ def run(context: Context, shape, producer="", alongs=(), tensor="x", watched=Fal
   del context
   if producer:
     return _prologue(producer, tuple(shape))
-  program = programs.quantize(tuple(shape), alongs, tensor, watched)
+  program = programs.quantize(tuple(shape), alongs, tensor, watched, layers)
   function = jax.jit(program.function)
   found: dict[str, Any] = {}
   for kind, make in operands.MAKERS.items():
     x = make(np.random.default_rng(5), *shape)
-    made, amax = function(jnp.asarray(x, program.arguments[0].dtype))
+    given = jnp.asarray(x, program.arguments[0].dtype)
+    if layers:  # the last of them, all others of other numbers
+      others = [jnp.full_like(given, 1e4)] * (programs.LAYERS - 1)
+      made, amax = function(jnp.stack([*others, given]), jnp.int32(programs.LAYERS - 1))
+    else:
+      made, amax = function(given)
     for along, one in made.items():
       what = f"{kind} along {along}"
       want = x if along == 1 else x.T

@@ -6,7 +6,7 @@ start of a run tell a kernel that computes something else from one that trains.
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def products(
       hopper(gemm, shapes, sizes, weights, spare)
   # In the order of the run, each once.
   for quant in dict.fromkeys(cast(Quant, q) for _, g in own for q in (g.lhs, g.rhs)):
-    quantizer(quant, matrix)
+    quantizer(quant, matrix, weights)
   for quant in dict.fromkeys(cast(Quant, g.lhs) for b, g in own if b == "mosaic_sm90"):
     producers(quant, matrix)
   return len(own)
@@ -146,12 +146,14 @@ def _add(
   _refuse_if_wrong(got[1], other, f"{what}, beside another layer,", instead)
 
 
-def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:
+def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX, weights=jnp.float32) -> None:
   """Quantizes a matrix with the Hopper quantizer, in both orientations from one reading.
 
   Args:
-    quant: of a product that kernels.gemm.mosaic_sm90 or xla_sm90 supports.
+    quant: of a product that kernels.gemm.mosaic_sm90 or xla_sm90 supports; in tiles of 128x128, of
+      weights, also as a layer of a stack, of which TMA moves 64 columns at a time.
     sizes: rows, columns.
+    weights: dtype of those layers.
 
   Raises:
     UserError: what it stands for is another matrix; says where.
@@ -159,10 +161,16 @@ def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:
   x = _lattice(*sizes)
   amax = jnp.float32(np.abs(x).max())
   make = jax.jit(lambda x: making.quantize_matrix(x, {1: quant, 0: quant}, amax)[0])
-  for along, made in make(jnp.asarray(x, jnp.bfloat16)).items():
-    want = x if along == 1 else x.T
-    what = f"the Hopper quantizer makes {quant}"
-    _refuse_if_wrong(np.asarray(made.dequantize()), want, what, _instead(quant))
+  tried: dict[str, tuple[np.ndarray, Any]] = {"": (x, jnp.asarray(x, jnp.bfloat16))}
+  if quant.tile[0] == tile_config.BLOCK:
+    x = x[:, : sizes[1] - sizes[1] % 64]
+    layers = jnp.stack([jnp.ones(x.shape, weights), jnp.asarray(x, weights)])
+    tried[" of a layer"] = x, Entry(layers, jnp.int32(1))
+  for of, (x, given) in tried.items():
+    for along, made in make(given).items():
+      what = f"the Hopper quantizer makes {quant}{of}"
+      want = x if along == 1 else x.T
+      _refuse_if_wrong(np.asarray(made.dequantize()), want, what, _instead(quant))
 
 
 def producers(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:

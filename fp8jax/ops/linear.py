@@ -141,7 +141,7 @@ def operand_key(spec: GemmSpec, n: int, roles: operands.Roles) -> str:
 def read_weight(spec: GemmSpec, w):
   """A weight as its products take it; the gradient of a stored one is float32 all the same."""
   is_wide = straight.is_needed(spec, Role.W_FWD)
-  return gemm_operand(w, not is_wide and quantizer.takes_bf16(spec))
+  return gemm_operand(w, not is_wide and quantizer.kernels_read(spec))
 
 
 def forward_only(specs, x, ws, inputs):

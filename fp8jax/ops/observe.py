@@ -19,7 +19,7 @@ from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.quantizer import Quantizer
 from fp8jax.ops.site import ActivationSite, ScalingInputs
 from fp8jax.ops.stored_params import WeightOperands
-from fp8jax.quantization import tensor_stats, vectorized
+from fp8jax.quantization import scaled_matrix, tensor_stats, vectorized
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import Quant
 
@@ -39,6 +39,7 @@ def operand_stats(spec: GemmSpec, role: Role, t, inputs: ScalingInputs, amax=Non
     return jnp.zeros(spec.statistics, jnp.float32)
   if isinstance(t, WeightOperands):
     return t.stats
+  t = scaled_matrix.taken(t)
   if isinstance(t, StoredMatrix):
     if spec.statistics == tensor_stats.QUIET:
       return t.amax()

@@ -60,12 +60,12 @@ def operand(
   A shard of a weight is quantized, then gathered; if tiles straddle, gathered first.
 
   Args:
-    t: the tensor, or the ScaledMatrix that it is already.
+    t: the tensor, or the ScaledMatrix that it is already; of a weight perhaps as an Entry.
     wants_amax: see Quantizer.
   """
   letters, free, contracted = spec.letters_of(role)
   batch, layout = spec.letters.batch, spec.layout
-  if isinstance(t, scaled_matrix.ScaledMatrix | Entry):
+  if isinstance(t.stack if isinstance(t, Entry) else t, scaled_matrix.ScaledMatrix):
     return Operand(t, free, batch, spec.local_sizes())
   quantizer, dtype = Quantizer.of(spec, role, inputs, wants_amax), spec.x_dtype
   if spec.remakes(role):
@@ -85,6 +85,7 @@ def operand(
   quant = quantizer.quant
   if quant is None or batch or not collectives.tiles_fit(sizes, free, contracted, quant, layout):
     # Without a Quant the compute dtype travels, else the master: straddling tiles need all of it.
+    t = scaled_matrix.taken(t)
     t = collectives.gather_weight(t.astype(dtype) if quant is None else t, letters, layout)
     return matrix_of(spec, role, t, quantizer, dtype)
 
@@ -132,17 +133,24 @@ def matrix_of(spec: GemmSpec, role: Role, t, quantizer: Quantizer, dtype) -> Ope
   return Operand(value, free, spec.letters.batch, dict(zip(letters, t.shape)), amax)
 
 
-def flatten(x, letters: str, free: str, contracted: str, batch: str):
-  """(matrix [batch?, ...], axis of its contraction 0 or 1); copies if it must."""
+def flatten(x, letters: str, free: str, contracted: str, batch: str) -> tuple[Any, int]:
+  """(matrix [batch?, ...], axis of its contraction 0 or 1); copies if it must.
+
+  Args:
+    x: an array, or an Entry of a stack of such, which stays one if its letters are in order.
+  """
   contraction_first = batch + contracted + free
   contraction = 0 if letters == contraction_first else 1
   wanted = contraction_first if contraction == 0 else batch + free + contracted
   if letters != wanted:
-    x = jnp.transpose(x, [letters.index(c) for c in wanted])
+    x = jnp.transpose(scaled_matrix.taken(x), [letters.index(c) for c in wanted])
   sizes = dict(zip(wanted, x.shape))
   rows, depth = (math.prod(sizes[c] for c in group) for group in (free, contracted))
   groups = (math.prod(sizes[c] for c in batch),) if batch else ()
-  return x.reshape(*groups, *((depth, rows) if contraction == 0 else (rows, depth))), contraction
+  shape = (*groups, *((depth, rows) if contraction == 0 else (rows, depth)))
+  if isinstance(x, Entry):
+    return Entry(x.stack.reshape(-1, *shape), x.index), contraction
+  return x.reshape(shape), contraction
 
 
 def unflatten(product, a: Operand, b: Operand, out: str):
@@ -155,9 +163,10 @@ def unflatten(product, a: Operand, b: Operand, out: str):
 
 def weight_specs(spec: GemmSpec, w, role: Role = Role.W_FWD):
   """PartitionSpecs of a weight at rest: an array, codes, a matrix that inference multiplies, or the
-  operand of a role."""
+  operand of a role; of one of them, or of an entry of a stack."""
   if isinstance(w, Entry):
-    return Entry(axes.stacked(spec.quantized_spec(role)), jax.sharding.PartitionSpec())
+    one = weight_specs(spec, w.stack, role)
+    return Entry(axes.stacked(one), jax.sharding.PartitionSpec())
   if isinstance(w, scaled_matrix.ScaledMatrix):
     return spec.quantized_spec(role)
   whole = spec.layout.weight_spec(spec.letters.w)
@@ -386,6 +395,5 @@ def quantize_now(spec: GemmSpec, role: Role, t, inputs: ScalingInputs):
 
   is_weight = role.tensor == "w"
   place = weight_specs(spec, t, role) if is_weight else spec.partition_spec(role, t)
-  in_specs = (place, jax.sharding.PartitionSpec())
-  run = collectives.on_mesh(local, spec.layout, in_specs, spec.quantized_spec(role))
-  return run(t, inputs)
+  in_specs, out = (place, jax.sharding.PartitionSpec()), spec.quantized_spec(role)
+  return collectives.on_mesh(local, spec.layout, in_specs, out)(t, inputs)

@@ -12,7 +12,7 @@ from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.site import ScalingInputs
-from fp8jax.quantization import hadamard, quantize
+from fp8jax.quantization import hadamard, quantize, scaled_matrix
 from fp8jax.quantization.amax_history import TENSORS
 from fp8jax.recipe.gemm import PASSES
 from fp8jax.recipe.quant import CURRENT, Hadamard, Quant
@@ -58,9 +58,13 @@ class Quantizer:
     )
 
   @jax.named_scope("quantize")
-  def __call__(self, matrix, contraction: int, dtype, amax_axes):
-    """([batch?, rows, contraction], quantized or else in `dtype`; amax or None)."""
+  def __call__(self, matrix: Any, contraction: int, dtype, amax_axes):
+    """([batch?, rows, contraction], quantized or else in `dtype`; amax or None).
+
+    A matrix may be an Entry of a stack, which a kernel reads there.
+    """
     quant = self.quant
+    matrix = matrix if self.has_kernel(matrix, contraction) else scaled_matrix.taken(matrix)
     if quant is None:
       matrix = matrix.astype(dtype)
       return jnp.swapaxes(matrix, -1, -2) if contraction == 0 else matrix, None
@@ -104,9 +108,12 @@ class Quantizer:
     return choose.quantizer(matrix, self.quant, contraction, self.backend).backend == "mosaic_sm90"
 
 
-def takes_bf16(spec: GemmSpec) -> bool:
-  """Whether kernels alone read the weight, which is BF16 as well as float32 to them. XLA cannot
-  convert in a kernel: a float32 copy of a BF16 weight would be written for it, and read."""
+def kernels_read(spec: GemmSpec) -> bool:
+  """Whether kernels alone read the weight: BF16 as well as float32, and a layer in its stack.
+
+  XLA cannot convert in a kernel, or read there what it slices: a float32 copy of a BF16 weight, or
+  a copy of a layer, would be written for it, and read.
+  """
   matrix = jax.ShapeDtypeStruct((1, 1), jnp.bfloat16)
 
   def of_kernel(role: Role) -> bool:

@@ -3,7 +3,7 @@
 A stored parameter is a float32 array, a `QuantizedTensor` (16 bits, or fewer with scales) or a
 `SplitFloat32` (BF16 and a remainder). A frozen one may be a `StoredMatrix`, which GEMMs multiply as
 it is. A GEMM reads its `compute_copy`. A dot makes the copy itself, so that no float32 copy is a
-residual.
+residual. A parameter of a layer may be an `Entry` of its stack, for quantizers that read it there.
 
 A weight may be quantized ahead of its products, once per step (`WeightOperands`). Nothing but these
 products can read it then.
@@ -78,7 +78,8 @@ class Weight:
   """A parameter in training.
 
   Attributes:
-    stored: the parameter: float32 array, QuantizedTensor or SplitFloat32; or its WeightOperands.
+    stored: the parameter: float32 array, QuantizedTensor or SplitFloat32, or an Entry of a stack of
+      them; or its WeightOperands.
     placeholder: zeros like its gradient, float32 or QuantizedTensor; None in residuals. With
       `layer` float32 sums, stacked, which residuals keep.
     key: random key of the gradient's rounding, one per layer if parameters are stacked.
@@ -106,7 +107,7 @@ class Weight:
 
 def is_stored(x) -> bool:
   """Whether x is one stored parameter: is_leaf of jax.tree.map."""
-  return isinstance(x, QuantizedTensor | SplitFloat32 | StoredMatrix | Weight)
+  return isinstance(x, QuantizedTensor | SplitFloat32 | StoredMatrix | Weight | Entry)
 
 
 def is_frozen(w) -> bool:
@@ -118,6 +119,8 @@ def compute_copy(w):
   """The float32 array that a GEMM reads: of a SplitFloat32 its BF16 half."""
   if isinstance(w, Weight):
     return compute_copy(w.stored)
+  if isinstance(w, Entry):
+    return compute_copy(w.take())
   if isinstance(w, SplitFloat32):
     return w.high.astype(jnp.float32)
   if isinstance(w, WeightOperands):
@@ -128,14 +131,18 @@ def compute_copy(w):
   return w.unpack() if isinstance(w, QuantizedTensor | StoredMatrix) else w
 
 
-def gemm_operand(w, takes_bf16: bool = False) -> Any:
+def gemm_operand(w, of_kernels: bool = False) -> Any:
   """`compute_copy`, or the StoredMatrix or WeightOperands that GEMMs multiply as they are.
 
   Args:
-    takes_bf16: whether a SplitFloat32 may stay the BF16 half that it is.
+    of_kernels: whether a SplitFloat32 may stay the BF16 half that it is, and an Entry in its stack.
   """
   stored = w.stored if isinstance(w, Weight) else w
-  if takes_bf16 and isinstance(stored, SplitFloat32):
+  if isinstance(stored, Entry):
+    if not of_kernels:
+      return gemm_operand(stored.take())
+    return Entry(gemm_operand(stored.stack, of_kernels), stored.index)
+  if of_kernels and isinstance(stored, SplitFloat32):
     return stored.high
   is_operand = isinstance(stored, StoredMatrix | WeightOperands)
   return stored if is_operand else compute_copy(stored)

@@ -24,6 +24,7 @@ from fp8jax.ops import gemm_spec, joint, linear, multiplied, observe, operands, 
 from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.site import ScalingInputs, Site
 from fp8jax.ops.stored_params import WeightOperands
+from fp8jax.quantization.scaled_matrix import Entry
 
 ROLES = (Role.W_FWD, Role.W_DGRAD)
 
@@ -91,7 +92,8 @@ def of_block(
   def convert(ws, site, eqn):
     spec = of_layer(ws, site, eqn, tokens, dtype)
     one = functools.partial(_made, eqn=eqn, tokens=dict(tokens), dtype=dtype)
-    made = jax.lax.map(lambda both: one(*both), (ws, site))
+    layers = jnp.arange(jax.tree.leaves(ws)[0].shape[0])
+    made = jax.lax.map(lambda xs: one(Entry(ws, xs[0]), xs[1]), (layers, site))
     return jax.tree.map(functools.partial(_placed, site.layout), made, specs(spec, made.shape))
 
   return multiplied.of_block(declared, ws, sites, convert, stacked=1)

@@ -82,6 +82,11 @@ class ScaledMatrix:
     return (self.in_one_piece().data.astype(jnp.float32) * scale).astype(dtype)
 
 
+def taken(x) -> Any:
+  """x; of an Entry the entry alone."""
+  return x.take() if isinstance(x, Entry) else x
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -94,6 +99,19 @@ class Entry:
 
   stack: Any
   index: Any
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.stack.shape[1:]
+
+  @property
+  def ndim(self) -> int:
+    return len(self.shape)
+
+  @property
+  def dtype(self):
+    """Of an array's."""
+    return self.stack.dtype
 
   def take(self):
     """The entry alone, for which it is copied out of the stack."""

@@ -53,6 +53,13 @@ def amax(x):
   return jnp.where(jnp.isnan(x).any(), jnp.nan, jnp.max(jnp.abs(x)).astype(jnp.float32))
 
 
+def amax_of_magnitudes(x):
+  """float32 scalar: `amax` of float32 numbers without a sign, by one reduction: they are in the
+  order of their bits, and every NaN comes after infinity."""
+  bits = jnp.max(jax.lax.bitcast_convert_type(x, jnp.int32))
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def statistics(x, quantized, quant: Quant | None, width: int = LOUD):
   """float32 [width]: STATISTICS of the matrix x, then counts of a sample's EXPONENTS.
 

@@ -48,7 +48,7 @@ def gradients(
     sites = scaling_lib.with_scaled_gradients(sites, scale)
   parts, ahead = _parts(spec), _ahead(spec)
   sinks = jax.tree.map(_sink, leaves, params, parts, ahead)
-  made = quantized_once.of_layers(spec, params, sites, batch)
+  read = layer_loop.Reading.of(spec, params, sites, batch)
 
   def of_one(batch, micro, sites):
     batch = distillation.taught(spec, params, batch, teacher)
@@ -56,7 +56,7 @@ def gradients(
     def loss(sinks, taps):
       pair = functools.partial(_weight, step=step, micro=micro, grad_autoscale=grad_autoscale)
       weights = jax.tree.map(pair, leaves, params, sinks, parts, ahead)
-      weights = quantized_once.attached_to_runs(weights, sites, made)
+      weights = quantized_once.attached_to_runs(weights, sites, read.made)
       own = (weights, site_tree.with_taps(sites, taps), batch, spec.model, spec.run)
       value, aux = transformer.loss_and_aux(*own)
       value = unit_scaling.mean(sum(aux.losses.values(), start=value), total, spec.model)
@@ -81,7 +81,7 @@ def gradients(
     return value, gradients_lib.add(sums, gradient, key), stats, aux
 
   nothing = jax.tree.map(jnp.zeros_like, sinks)
-  in_place = _Sums(spec, params, (parts, ahead, _joined(spec, sites)), made, total, teacher)
+  in_place = _Sums(spec, params, (parts, ahead, _joined(spec, sites)), read, total, teacher)
   added = in_place if adds_in_place(spec) else apart
   value, gradient, stats, aux = _of_microbatches(spec, added, batch, sites, nothing)
   return value, _summed(spec, gradient, parts), site_tree.by_name(sites, stats), aux
@@ -130,9 +130,11 @@ class _Sums:
     trees: like the declaration, of `_parts`, `_ahead` and `_joined`.
   """
 
-  def __init__(self, spec: train_spec.TrainSpec, params, trees, made, total, teacher):
+  def __init__(
+    self, spec: train_spec.TrainSpec, params, trees, read: layer_loop.Reading, total, teacher
+  ):
     self._spec, self._params, self._trees = spec, params, (spec.leaves, *trees)
-    self._made, self._total, self._teacher = made, total, teacher
+    self._read, self._total, self._teacher = read, total, teacher
     self._places = None if spec.run.layout.mesh is None else _places(spec, trees[0])
 
   def __call__(self, batch, micro, sites, sums):
@@ -141,7 +143,7 @@ class _Sums:
     spec, params = self._spec, self._params
     batch = distillation.taught(spec, params, batch, self._teacher)
     value, aux, sums, stats = layer_loop.differentiate(
-      spec, params, sites, batch, self._total, self, lambda _: sums, self._made
+      spec, params, sites, batch, self._total, self, lambda _: sums, self._read
     )
     return value, sums, stats, aux
 
@@ -168,7 +170,7 @@ class _Sums:
 
   def layer_params(self, i, carry):
     del carry
-    return jax.tree.map(lambda x: x[i], self._params["layers"])
+    return self._read.layer(self._params["layers"], i)
 
   def named(self, gradient, stats, carry):
     del stats

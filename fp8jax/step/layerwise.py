@@ -69,7 +69,7 @@ def take(spec, state, sites, batch, rate, by_param=False, teacher=None) -> updat
     return progress
 
   loss, aux, progress, stats = layer_loop.differentiate(
-    spec, params, sites, batch, total, move, begin
+    spec, params, sites, batch, total, move, begin, layer_loop.Reading()
   )
   norm, squares = jnp.sqrt(progress.squares[0]), progress.squares[1:]
   return update.StepResult(

@@ -118,11 +118,13 @@ def shipped(array, narrow) -> dict:
 
 
 def _layers(array, narrow) -> dict:
-  """Products that read a layer of a stack of weights, and that add to one of sums of gradients."""
+  """Products that read a layer of a stack of weights, and that add to one of sums of gradients; the
+  quantizer of a layer."""
   import jax
   import jax.numpy as jnp
 
   from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
+  from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
   from fp8jax.quantization.scaled_matrix import Entry
   from fp8jax.recipe import library
 
@@ -140,6 +142,10 @@ def _layers(array, narrow) -> dict:
       read = lambda a, b, i: mosaic_sm90_lib.matmul(a, Entry(b, i), out_dtype=jnp.bfloat16)  # noqa: E731
       stack = jax.tree.map(lambda x: array(x.dtype, LAYERS, *x.shape), b)
       found[f"layers/{product}"] = (read, (a, stack, number))
+  of = library.RECIPES["block_128"]
+  quants = {1: of.fwd.rhs, 0: of.dgrad.rhs}
+  make = lambda x, i: quantizer.quantize_matrix(Entry(x, i), quants, watched=True)  # noqa: E731
+  found["layers/weight_watched"] = (make, (array(jnp.float32, LAYERS, 32768, 3584), number))
   return found
 
 

@@ -408,6 +408,22 @@ def test_the_quantizer_is_tried_before_a_run(monkeypatch, name):
     self_test.quantizer(quant, (144, 160))
 
 
+def test_a_weights_layer_is_tried_before_a_run(monkeypatch):
+  quant, make, dtypes = library.RECIPES["block_128"].fwd.rhs, quantizer.quantize_matrix, []
+
+  def beside(x, *how):
+    if isinstance(x, Entry):
+      dtypes.append(x.dtype)
+      x = Entry(x.stack, 1 - x.index)
+    return make(x, *how)
+
+  self_test.quantizer(quant, (144, 160))
+  monkeypatch.setattr(quantizer, "quantize_matrix", beside)
+  with pytest.raises(UserError, match="of a layer wrongly"):
+    self_test.quantizer(quant, (144, 160), jnp.bfloat16)
+  assert dtypes == [jnp.bfloat16]
+
+
 @pytest.mark.parametrize(
   "name", [pytest.param("block_128-fwd", marks=pytest.mark.slow), "block_128_hybrid-wgrad"]
 )

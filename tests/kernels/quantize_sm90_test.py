@@ -8,6 +8,7 @@ import pytest
 from fp8jax.kernels import choose
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.quantization import quantize, tensor_stats
+from fp8jax.quantization.scaled_matrix import Entry
 from fp8jax.recipe import library
 from fp8jax.recipe.gemm import PASSES
 
@@ -107,6 +108,25 @@ def test_sizes_are_anything(rng, name, rows, columns):
   for along, want in _wanted(x, PAIRS[name]).items():
     _same_bits(made[along].data, want.data)
     _same_bits(made[along].scale, want.scale)
+
+
+@pytest.mark.parametrize(
+  "name, dtype, columns", [("weight", jnp.float32, 288), ("weight pow2", jnp.bfloat16, 210)]
+)
+def test_a_layer_is_read_in_its_stack(rng, name, dtype, columns):
+  """And, where TMA cannot move it as it is, copied out: 210 columns of 16 bits."""
+  stack = jnp.stack([jnp.full((208, columns), 7, dtype), _matrix(rng, dtype, 208, columns)])
+  read = lambda i: mosaic_sm90.quantize_matrix(Entry(stack, i), PAIRS[name], watched=True)  # noqa: E731
+  (kernel,) = _kernels(jax.make_jaxpr(read)(1).jaxpr)
+  assert kernel.invars[0].aval.shape == (stack.shape if columns == 288 else (208, 256))
+  made, seen = read(jnp.int32(1))
+  _same_bits(seen, jax.jit(tensor_stats.amax)(stack[1]))
+  for along, want in _wanted(stack[1], PAIRS[name]).items():
+    _same_bits(made[along].data, want.data)
+    _same_bits(made[along].scale, want.scale)
+  of_trials = jax.vmap(lambda i: read(i)[0][1].scale)(jnp.arange(2))
+  _same_bits(of_trials[1], made[1].scale)
+  assert (of_trials[0] == of_trials[0, 0, 0]).all()
 
 
 def _kernels(jaxpr):

@@ -7,7 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from fp8jax.quantization import tensor_stats
+from fp8jax.ops import quantizer
+from fp8jax.ops.gemm_spec import Role
+from fp8jax.quantization import quantize, tensor_stats
+from fp8jax.quantization.scaled_matrix import Entry
 from fp8jax.step import gradients, train_step
 
 SMALL = {
@@ -18,35 +21,38 @@ SMALL = {
 HEAD = ("head", "bf16")
 # By the length of windows: loud steps compile three times as long.
 STATISTICS = {64: tensor_stats.QUIET, 128: tensor_stats.QUIET, 32: tensor_stats.LOUD}
+BLOCKS = {"precision.rules": (HEAD, ("layers/.*/down", "bf16"), ("layers/.*", "block_128"))}
+# Changes, mesh, and how often kernels read a layer's weight in its stack: those of six sites,
+# forward, forward again, for the data gradient; or once in both orientations.
 CASES = {
-  "two runs of layers, tied, compressed inputs, operands made once": (
-    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "precision.first_bf16": 1,
-     "memory.save_layer_inputs": "e4m3_16", "model.tie_embeddings": True,
-     "memory.weight_operands": "per_step"}, None),
-  "adapters": (
-    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "model.lora.rank": 4,
-     "model.lora.base": "bf16", "model.num_layers": 2}, None),
+  "two runs of layers, tied, compressed inputs": (
+    BLOCKS | {"precision.first_bf16": 1, "memory.save_layer_inputs": "e4m3_16",
+              "model.tie_embeddings": True}, None, 18),
+  "16-bit masters, a head of its own, operands made once": (
+    BLOCKS | {"optim.master_format": "bf16_remainder", "model.tie_embeddings": False,
+              "memory.weight_operands": "per_step"}, None, 12),
 }  # fmt: skip
 SLOW = {
-  "a mesh, a head of its own, 16-bit masters, operands made once": (
-    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "global_batch": 24,
-     "model.tie_embeddings": False, "optim.master_format": "bf16_remainder",
-     "memory.weight_operands": "per_step"}, (2, 2, 2)),
-  "wires of 16 bits, compressed inputs, on a mesh": (
-    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "global_batch": 24,
-     "optim.grad_wire": "bf16", "memory.save_layer_inputs": "bf16"}, (2, 2, 1)),
-  "every statistic": (
-    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "seq_len": 32}, None),
+  "adapters": (BLOCKS | {"model.lora.rank": 4, "model.lora.base": "bf16", "model.num_layers": 2},
+               None, 0),
+  "a mesh, 16-bit masters, operands made once": (
+    BLOCKS | {"global_batch": 24, "model.hidden_size": 256, "optim.master_format": "bf16_remainder",
+              "memory.weight_operands": "per_step"}, (2, 2, 2), 12),
+  "wires of 16 bits, compressed inputs, shards of whole tiles and of parts of tiles": (
+    BLOCKS | {"global_batch": 24, "model.hidden_size": 256, "model.intermediate_size": 576,
+              "optim.grad_wire": "bf16", "memory.save_layer_inputs": "bf16"}, (2, 2, 1), 18),
+  "every statistic": (BLOCKS | {"seq_len": 32}, None, 18),
+  "one scale per tensor": (
+    {"precision.rules": (HEAD, ("layers/.*", "tensor_current"))}, None, 21),
   "random bits, masks": (
     {"precision.rules": (HEAD, ("layers/1/.*", "fp4_dge"), ("layers/.*", "nvfp4_sr")),
-     "seq_len": 128}, None),
+     "seq_len": 128}, None, None),
   "adapters on a mesh": (
-    {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "model.lora.rank": 4,
-     "model.lora.base": "bf16", "global_batch": 24}, (2, 2, 1)),
+    BLOCKS | {"model.lora.rank": 4, "model.lora.base": "bf16", "global_batch": 24}, (2, 2, 1), 0),
   "unit scaling, a width of its own": (
     {"precision.rules": (("head", "unit_head"), (".*", "unit_scaling")), "model.init_std": 1.0,
      "model.unit_scaling": "all", "model.residual_tau": 0.36, "model.tie_embeddings": False,
-     "optim.grad_clip_norm": 0.0, "seq_len": 128}, None),
+     "optim.grad_clip_norm": 0.0, "seq_len": 128}, None, None),
 }  # fmt: skip
 BOTH = [pytest.param(*case, id=name) for name, case in CASES.items()]
 BOTH += [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()]
@@ -67,12 +73,42 @@ def differentiated(spec):
   return take.lower(*arguments), arguments
 
 
-@pytest.mark.parametrize("changes, shape", BOTH)
-def test_loss_sums_and_observations_are_those_of_autodiff_to_the_bit(changes, shape, monkeypatch):
+def reading_kernels(patch) -> list[tuple[int, str]]:
+  """Plain JAX in the place of a quantizer that reads layers; the stacks that it is called with."""
+  read = []
+
+  def quantize_matrix(x, quants, amax=None, over=(), watched=False):
+    read.append((x.stack.shape[0], x.stack.dtype.name))
+    x, places = x.take(), (over, ())
+    made = {
+      axis: quantize.quantize(x, quant, contraction=axis, amax=amax, amax_axes=places)
+      for axis, quant in quants.items()
+    }
+    return made, tensor_stats.amax(x) if watched else None
+
+  def kernels_read(spec):
+    return None not in (spec.quant(Role.W_FWD), spec.quant(Role.W_DGRAD))
+
+  is_entry = lambda self, matrix, contraction: isinstance(matrix, Entry)  # noqa: E731
+  patch.setattr(quantizer.Quantizer, "has_kernel", is_entry)
+  patch.setattr(quantizer, "kernels_read", kernels_read)
+  patch.setattr(quantizer.mosaic_sm90, "quantize_matrix", quantize_matrix)
+  return read
+
+
+@pytest.mark.parametrize("changes, shape, calls", BOTH)
+def test_loss_sums_and_observations_are_those_of_autodiff_to_the_bit(
+  changes, shape, calls, monkeypatch
+):
+  """Layers that are read where they lie, and added where they lie, against neither."""
   spec = spec_of(changes, shape)
   assert gradients.adds_in_place(spec)
-  program, arguments = differentiated(spec)
+  with monkeypatch.context() as patch:
+    read = [] if calls is None else reading_kernels(patch)
+    program, arguments = differentiated(spec)
   found = jax.device_get(program.compile()(*arguments))
+  masters = "bfloat16" if "optim.master_format" in changes else "float32"
+  assert read == [(spec.model.num_layers, masters)] * (calls or 0)
   monkeypatch.setattr(gradients, "adds_in_place", lambda spec: False)
   program, arguments = differentiated(spec)
   wanted = jax.device_get(program.compile()(*arguments))

@@ -54,7 +54,8 @@ _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "afte
          "call", "conditional", "iota", "partition-id", "replica-id", "opt-barrier",
          "optimization-barrier"}  # fmt: skip
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-_LAYERS = re.compile(r"\[\d+,(?=\d+,\d+\])")  # of a stack, of which our GEMM reads or writes one
+_LAYERS = re.compile(r"\[\d+,(?=\d+,\d+\])")  # of a stack, of which our kernels read or write one
+_READS_LAYERS = re.compile("scaled_matmul|quantize_fp8")
 _NUMBERS = re.compile(r"s32\[[12]\]")
 _READS = ("dynamic-slice", "slice", "gather")
 
@@ -104,7 +105,7 @@ def traffic(program: hlo.Program, i: hlo.Instruction, here) -> int:
     target, result = i.attribute(r'custom_call_target="([^"]*)"'), i.shape
     if target.startswith("__cublas"):  # the second result is its workspace
       result = result.removeprefix("(").partition(", s8[")[0]
-    if "scaled_matmul" in i.op_name and any(_NUMBERS.match(o) for o in operands):
+    if _READS_LAYERS.search(i.op_name) and any(_NUMBERS.match(o) for o in operands):
       operands, result = [_LAYERS.sub("[", o) for o in operands], _LAYERS.sub("[", result)
     return sum(map(nbytes, operands)) + nbytes(result)
   return _of_fusion(program.computations[i.called[0]])

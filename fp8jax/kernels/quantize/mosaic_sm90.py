@@ -9,7 +9,8 @@ gradient), and the matrix unit wants the contraction last each time. Of x [R, C]
 or, for weights, one scale per 128x128 either way. Lines are how the GEMM reads scales: neighbours
 along the rows of an operand lie side by side. Where one scale serves all of x it is given: the
 amax of a tensor is another pass over x, XLA's, or a delayed one. A site that observes x, or a
-result that is never written, gets its amax from this pass too.
+result that is never written, gets its amax from this pass too. A layer of a stack is read where it
+lies: its number is one more coordinate for TMA.
 
 One program takes a tile of 128x128 (tile_program.py). Zeros beyond the edge never raise an amax.
 
@@ -22,6 +23,7 @@ other scales the odd element that lies on a rounding boundary may fall on its ot
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,7 @@ from fp8jax.kernels.quantize import prologues, tile_program
 from fp8jax.kernels.quantize.tile_program import TILE, Output, Program
 from fp8jax.kernels.smem import ROWS, padded
 from fp8jax.quantization import quantize, scaled_matrix, tensor_stats
+from fp8jax.quantization.scaled_matrix import Entry
 from fp8jax.recipe.quant import AMAX, CURRENT, WHOLE, Quant, Rounding, Scale
 
 _FP8_COLUMNS = 64  # what the contraction of a result is padded to
@@ -75,7 +78,7 @@ def quantize_matrix(
   """(x in each of `quants`, its amax).
 
   Args:
-    x: [R, C], bfloat16 or float32.
+    x: [R, C], bfloat16 or float32; or such an Entry of a stack.
     quants: axis that the GEMM contracts (0 or 1) -> how; both axes at once cost one pass.
     amax: float32 scalar that scales of the whole tensor come from if they are not current.
     over: mesh axes over which x is split, inside `shard_map`: current scales of the whole tensor
@@ -137,18 +140,23 @@ def quantize_produced(
 def _call(producer: prologues.Producer, matrices, factors, quants, given, watched=False):
   """(Scaled by axis for every result, amaxes); `given` holds scales by (result, axis)."""
   rows, columns = matrices[0].shape
-  matrices = [_fitted(x) for x in matrices]
+  matrices, layer = [_fitted(x) for x in matrices], []
+  if isinstance(of_stack := matrices[0], Entry):  # the identity's, which has one matrix
+    matrices, layer = [of_stack.stack], [jnp.asarray(of_stack.index, jnp.int32).reshape(1)]
   outputs, shapes = _outputs(quants, rows, columns, given, watched)
   # Every tile reads whole ones.
   factors = [jnp.pad(f.astype(jnp.float32), (0, -f.shape[0] % TILE)) for f in factors]
-  operands = (*matrices, *factors, *given.values())
+  operands = (*matrices, *factors, *given.values(), *layer)
 
   def quantize_fp8(*refs):
     parts, at = [], 0
-    for size in (len(matrices), len(factors), len(given), len(shapes)):
+    for size in (len(matrices), len(factors), len(given), len(layer), len(shapes)):
       parts.append(refs[at : at + size])
       at += size
-    program = Program(producer, outputs, *parts)
+    sources, of_factors, of_scales, number, results = parts
+    if layer:
+      sources = [sources[0].at[number[0][0]]]
+    program = Program(producer, outputs, sources, of_factors, of_scales, results)
     memory = program.buffers(), program.barriers()
     pl.run_scoped(program.run, *memory, collective_axes="wg")
 
@@ -172,7 +180,7 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
       scale = lines[:, :free:TILE] if out.is_tiled else lines[:, :free]
     results[out.result][out.along] = scaled_matrix.ScaledMatrix(data, scale.T, quant.tile)
     if out.is_watched:
-      amaxes.append(tensor_stats.amax(next(made)[:, :free]))
+      amaxes.append(tensor_stats.amax_of_magnitudes(next(made)[:, :free]))
   return results, amaxes
 
 
@@ -192,16 +200,19 @@ def _outputs(quants, rows: int, columns: int, given, watched: bool):
   return tuple(outputs), shapes
 
 
-def _fitted(x):
-  """The matrix with zeros up to sizes that TMA moves."""
+def _fitted(x) -> Any:
+  """The matrix with zeros up to sizes that TMA moves; a layer of other sizes leaves its stack."""
   pads = [(0, padded(n, unit) - n) for n, unit in zip(x.shape, (ROWS, 128 // x.dtype.itemsize))]
-  return jnp.pad(x, pads)
+  if not isinstance(x, Entry):
+    return jnp.pad(x, pads)
+  return x if pads == [(0, 0)] * 2 else jnp.pad(x.take(), pads)
 
 
 def _tensor_scale(x, quant: Quant, amax, over):
   """float32 [1]: the one scale of x."""
   if quant.source != CURRENT:
     return quantize.given_scale(amax, quant).reshape(1)
+  x = scaled_matrix.taken(x)
   amax = jnp.max(jnp.where(jnp.isnan(x), 0, jnp.abs(x))).astype(jnp.float32)
   amax = lax.pmax(amax, over) if over else amax
   return quantize.amax_to_scale(amax, quant.format, quant.scale).reshape(1)

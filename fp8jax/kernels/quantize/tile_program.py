@@ -238,7 +238,7 @@ def _amax(x):
 
 
 def _amax_or_nan(x):
-  """float32 [rows]: from which tensor_stats.amax of all of them is computed."""
+  """float32 [rows]: from which tensor_stats.amax_of_magnitudes of all of them is computed."""
   bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
   return lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
 
