@@ -33,9 +33,9 @@ def run(context: Context, shape, producer="", alongs=(), tensor="x", watched=Fal
   for kind, make in operands.MAKERS.items():
     x = make(np.random.default_rng(5), *shape)
     given = jnp.asarray(x, program.arguments[0].dtype)
-    if layers:  # the last of them, all others of other numbers
+    if layers:  # beyond its rows come another's
       others = [jnp.full_like(given, 1e4)] * (programs.LAYERS - 1)
-      made, amax = function(jnp.stack([*others, given]), jnp.int32(programs.LAYERS - 1))
+      made, amax = function(jnp.stack([given, *others]), jnp.int32(0))
     else:
       made, amax = function(given)
     for along, one in made.items():

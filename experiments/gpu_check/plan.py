@@ -142,13 +142,14 @@ def _quantizer_families(is_dry: bool) -> dict[str, dict[str, Any]]:
                       ("gradient", (2176, 1536), [1, 0], "g")],
     "quantize_weight": [("full", (1536, 2048), [0, 1], "w"),
                         ("watched", (1536, 2048), [0, 1], "w")],
-    "quantize_layers": [("forward", (1536, 2048), [0], "w"),
-                        ("watched", (1536, 2048), [0, 1], "w")],
+    "quantize_layers": [("forward", (1544, 2048), [0], "w"),
+                        ("watched", (1544, 2048), [0, 1], "w")],
     # Lines of scales whose last 128 are partial.
     "quantize_partial_lines": [("rows", (8200, 1536), [1], "x"), ("columns", (2048, 576), [0], "x"),
                                ("few_columns", (2048, 192), [0], "x")],
   }  # fmt: skip
-  small = {"rows": (136, 128), "columns": (128, 192), "few_columns": (128, 192)}
+  small = {"rows": (136, 128), "columns": (128, 192), "few_columns": (128, 192),
+           "forward": (136, 128)}  # fmt: skip
   return {
     family: {
       f"correctness/{family}/{label}": {

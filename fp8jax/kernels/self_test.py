@@ -150,10 +150,10 @@ def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX, weights=jnp.float3
   """Quantizes a matrix with the Hopper quantizer, in both orientations from one reading.
 
   Args:
-    quant: of a product that kernels.gemm.mosaic_sm90 or xla_sm90 supports; in tiles of 128x128, of
-      weights, also as a layer of a stack, of which TMA moves 64 columns at a time.
-    sizes: rows, columns.
-    weights: dtype of those layers.
+    quant: of a product that kernels.gemm.mosaic_sm90 or xla_sm90 supports. One that weights may
+      have, of no tiles of 1x128, is tried of a layer of a stack, too.
+    sizes: rows, columns; of a layer whole 64 of them, which TMA moves.
+    weights: dtype of layers.
 
   Raises:
     UserError: what it stands for is another matrix; says where.
@@ -162,10 +162,11 @@ def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX, weights=jnp.float3
   amax = jnp.float32(np.abs(x).max())
   make = jax.jit(lambda x: making.quantize_matrix(x, {1: quant, 0: quant}, amax)[0])
   tried: dict[str, tuple[np.ndarray, Any]] = {"": (x, jnp.asarray(x, jnp.bfloat16))}
-  if quant.tile[0] == tile_config.BLOCK:
+  if quant.tile[0] != 1:
     x = x[:, : sizes[1] - sizes[1] % 64]
-    layers = jnp.stack([jnp.ones(x.shape, weights), jnp.asarray(x, weights)])
-    tried[" of a layer"] = x, Entry(layers, jnp.int32(1))
+    # Beyond its rows come another layer's.
+    layers = jnp.stack([jnp.asarray(x, weights), jnp.full(x.shape, 2 * amax, weights)])
+    tried[" of a layer"] = x, Entry(layers, jnp.int32(0))
   for of, (x, given) in tried.items():
     for along, made in make(given).items():
       what = f"the Hopper quantizer makes {quant}{of}"

@@ -140,8 +140,12 @@ def operand_key(spec: GemmSpec, n: int, roles: operands.Roles) -> str:
 
 def read_weight(spec: GemmSpec, w):
   """A weight as its products take it; the gradient of a stored one is float32 all the same."""
-  is_wide = straight.is_needed(spec, Role.W_FWD)
-  return gemm_operand(w, not is_wide and quantizer.kernels_read(spec))
+  return gemm_operand(w, reads_in_place(spec))
+
+
+def reads_in_place(spec: GemmSpec) -> bool:
+  """Whether kernels alone read the weight of a product, forward and backward."""
+  return quantizer.kernels_read(spec) and not straight.is_needed(spec, Role.W_FWD)
 
 
 def forward_only(specs, x, ws, inputs):

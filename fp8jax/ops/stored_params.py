@@ -131,18 +131,19 @@ def compute_copy(w):
   return w.unpack() if isinstance(w, QuantizedTensor | StoredMatrix) else w
 
 
-def gemm_operand(w, of_kernels: bool = False) -> Any:
+def gemm_operand(w, to_kernels: bool = False) -> Any:
   """`compute_copy`, or the StoredMatrix or WeightOperands that GEMMs multiply as they are.
 
   Args:
-    of_kernels: whether a SplitFloat32 may stay the BF16 half that it is, and an Entry in its stack.
+    to_kernels: whether kernels alone read it. They read BF16 halves of SplitFloat32, and arrays in
+      their stacks.
   """
   stored = w.stored if isinstance(w, Weight) else w
   if isinstance(stored, Entry):
-    if not of_kernels:
-      return gemm_operand(stored.take())
-    return Entry(gemm_operand(stored.stack, of_kernels), stored.index)
-  if of_kernels and isinstance(stored, SplitFloat32):
+    if to_kernels and isinstance(stored.stack, jax.Array | SplitFloat32):
+      return Entry(gemm_operand(stored.stack, to_kernels), stored.index)
+    return gemm_operand(stored.take(), to_kernels)
+  if to_kernels and isinstance(stored, SplitFloat32):
     return stored.high
   is_operand = isinstance(stored, StoredMatrix | WeightOperands)
   return stored if is_operand else compute_copy(stored)

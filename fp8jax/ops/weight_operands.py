@@ -92,8 +92,11 @@ def of_block(
   def convert(ws, site, eqn):
     spec = of_layer(ws, site, eqn, tokens, dtype)
     one = functools.partial(_made, eqn=eqn, tokens=dict(tokens), dtype=dtype)
-    layers = jnp.arange(jax.tree.leaves(ws)[0].shape[0])
-    made = jax.lax.map(lambda xs: one(Entry(ws, xs[0]), xs[1]), (layers, site))
+    if site.layout.weight_axes("N"):  # a device has no whole stack
+      made = jax.lax.map(lambda xs: one(*xs), (ws, site))
+    else:
+      layers = jnp.arange(jax.tree.leaves(ws)[0].shape[0])
+      made = jax.lax.map(lambda xs: one(Entry(ws, xs[0]), xs[1]), (layers, site))
     return jax.tree.map(functools.partial(_placed, site.layout), made, specs(spec, made.shape))
 
   return multiplied.of_block(declared, ws, sites, convert, stacked=1)

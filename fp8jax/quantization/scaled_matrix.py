@@ -93,7 +93,7 @@ class Entry:
   """One entry of a stack, for whoever reads or writes it where it lies.
 
   Attributes:
-    stack: an array or a ScaledMatrix, with an axis more in front.
+    stack: an array, a ScaledMatrix or a stored parameter, with an axis more in front.
     index: int32, of the entry.
   """
 
@@ -110,7 +110,7 @@ class Entry:
 
   @property
   def dtype(self):
-    """Of an array's."""
+    """That of a stack which is an array."""
     return self.stack.dtype
 
   def take(self):

@@ -17,12 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import params as params_lib
 from fp8jax.models import transformer, unit_scaling
-from fp8jax.ops import collectives, site_tree, stored_params
+from fp8jax.ops import collectives, linear, site_tree, stored_params, weight_operands
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.optim import gradients as gradients_lib
 from fp8jax.optim import update
 from fp8jax.quantization import tensor_stats
+from fp8jax.quantization.scaled_matrix import Entry
 from fp8jax.step import distillation, layer_loop, quantized_once, train_spec
 
 
@@ -48,7 +49,7 @@ def gradients(
     sites = scaling_lib.with_scaled_gradients(sites, scale)
   parts, ahead = _parts(spec), _ahead(spec)
   sinks = jax.tree.map(_sink, leaves, params, parts, ahead)
-  read = layer_loop.Reading.of(spec, params, sites, batch)
+  made = quantized_once.of_layers(spec, params, sites, batch)
 
   def of_one(batch, micro, sites):
     batch = distillation.taught(spec, params, batch, teacher)
@@ -56,7 +57,7 @@ def gradients(
     def loss(sinks, taps):
       pair = functools.partial(_weight, step=step, micro=micro, grad_autoscale=grad_autoscale)
       weights = jax.tree.map(pair, leaves, params, sinks, parts, ahead)
-      weights = quantized_once.attached_to_runs(weights, sites, read.made)
+      weights = quantized_once.attached_to_runs(weights, sites, made)
       own = (weights, site_tree.with_taps(sites, taps), batch, spec.model, spec.run)
       value, aux = transformer.loss_and_aux(*own)
       value = unit_scaling.mean(sum(aux.losses.values(), start=value), total, spec.model)
@@ -81,7 +82,8 @@ def gradients(
     return value, gradients_lib.add(sums, gradient, key), stats, aux
 
   nothing = jax.tree.map(jnp.zeros_like, sinks)
-  in_place = _Sums(spec, params, (parts, ahead, _joined(spec, sites)), read, total, teacher)
+  trees = parts, ahead, _joined(spec, sites), _read_in_place(spec, params, sites, batch)
+  in_place = _Sums(spec, params, trees, made, total, teacher)
   added = in_place if adds_in_place(spec) else apart
   value, gradient, stats, aux = _of_microbatches(spec, added, batch, sites, nothing)
   return value, _summed(spec, gradient, parts), site_tree.by_name(sites, stats), aux
@@ -127,14 +129,13 @@ class _Sums:
   gradients of a layer are summed over devices first.
 
   Args:
-    trees: like the declaration, of `_parts`, `_ahead` and `_joined`.
+    trees: like the declaration, of `_parts`, `_ahead`, `_joined` and `_read_in_place`.
   """
 
-  def __init__(
-    self, spec: train_spec.TrainSpec, params, trees, read: layer_loop.Reading, total, teacher
-  ):
+  def __init__(self, spec: train_spec.TrainSpec, params, trees, made, total, teacher):
+    *trees, self._in_place = trees
     self._spec, self._params, self._trees = spec, params, (spec.leaves, *trees)
-    self._read, self._total, self._teacher = read, total, teacher
+    self._made, self._total, self._teacher = made, total, teacher
     self._places = None if spec.run.layout.mesh is None else _places(spec, trees[0])
 
   def __call__(self, batch, micro, sites, sums):
@@ -143,7 +144,7 @@ class _Sums:
     spec, params = self._spec, self._params
     batch = distillation.taught(spec, params, batch, self._teacher)
     value, aux, sums, stats = layer_loop.differentiate(
-      spec, params, sites, batch, self._total, self, lambda _: sums, self._read
+      spec, params, sites, batch, self._total, self, lambda _: sums, self._made
     )
     return value, sums, stats, aux
 
@@ -168,9 +169,10 @@ class _Sums:
 
     return jax.tree.map(one, leaves, params, sinks, parts, ahead, joined)
 
-  def layer_params(self, i, carry):
+  def layer_params(self, i, carry=None):
     del carry
-    return self._read.layer(self._params["layers"], i)
+    one = lambda is_entry, x: Entry(x, i) if is_entry else jax.tree.map(lambda x: x[i], x)  # noqa: E731
+    return jax.tree.map(one, self._in_place["layers"], self._params["layers"])
 
   def named(self, gradient, stats, carry):
     del stats
@@ -221,17 +223,44 @@ def _joined(spec: train_spec.TrainSpec, sites):
   A site of one product that is the only reader of its weight: the sums would count twice else.
   """
   joined = jax.tree.map(lambda leaf: () if leaf.is_frozen else False, spec.leaves)
-  if spec.run.layout.mesh is not None:
-    return joined
-  for mixer in transformer.mixers(spec.model):
-    for site in quantized_once.declared(spec, mixer):
-      leaf = spec.leaves["layers"][mixer.key][site.name]
-      is_plain = all(
-        type(of_run[mixer.key][site.name]) is site_lib.Site for of_run in sites["layers"]
-      )
-      if is_plain and not leaf.is_frozen and leaf.gradient is None:
-        joined["layers"][mixer.key][site.name] = True
+  if spec.run.layout.mesh is None:
+    for key, declared, of_runs in _trained(spec, sites):
+      if all(type(site) is site_lib.Site for site in of_runs):
+        joined["layers"][key][declared.name] = True
   return joined
+
+
+def _read_in_place(spec: train_spec.TrainSpec, params, sites, batch):
+  """Tree: whether kernels read a layer's weight where it lies in its stack, in some layers at
+  least; the products of others take their layers out.
+
+  Args:
+    params, sites: as the state has them.
+    batch: [A, B, L].
+  """
+  in_place, run = jax.tree.map(lambda _: False, spec.leaves), spec.run
+  if run.layout.weight_axes("N"):  # a device has no whole stack
+    return in_place
+  tokens = dict(zip("BL", batch["tokens_BL"].shape[-2:], strict=True))
+  for key, declared, of_runs in _trained(spec, sites):
+    weights = params["layers"][key][declared.name]
+    is_read = (
+      linear.reads_in_place(weight_operands.of_layer(weights, x, declared.eqn, tokens, run.dtype))
+      for x in of_runs
+      if type(x) is site_lib.Site
+    )
+    in_place["layers"][key][declared.name] = any(is_read)
+  return in_place
+
+
+def _trained(spec: train_spec.TrainSpec, sites):
+  """(key of a mixer, GemmSite, its sites by run of layers) of the weights of layers with a float32
+  gradient that nothing but their products reads."""
+  for mixer in transformer.mixers(spec.model):
+    for declared in quantized_once.declared(spec, mixer):
+      leaf = spec.leaves["layers"][mixer.key][declared.name]
+      if not leaf.is_frozen and leaf.gradient is None:
+        yield mixer.key, declared, [x[mixer.key][declared.name] for x in sites["layers"]]
 
 
 def _ahead(spec: train_spec.TrainSpec):

@@ -17,44 +17,8 @@ from jax.flatten_util import ravel_pytree
 
 from fp8jax.models import transformer, unit_scaling
 from fp8jax.models.mixer import Aux
-from fp8jax.ops import quantizer, residuals, site_tree, weight_operands
-from fp8jax.ops.site import Site
-from fp8jax.quantization.scaled_matrix import Entry
+from fp8jax.ops import residuals, site_tree
 from fp8jax.step import quantized_once
-
-# (key of a mixer, name) of weights.
-Names = frozenset[tuple[str, str]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-  """How layers read their weights.
-
-  Attributes:
-    made: of quantized_once.of_layers.
-    in_place: weights that kernels read where they lie in their stacks, in some layers at least.
-  """
-
-  made: tuple[dict[str, Any], ...] = ()
-  in_place: Names = frozenset()
-
-  @classmethod
-  def of(cls, spec, params, sites, batch):
-    """
-    Args:
-      params, sites: as the state has them.
-      batch: of a microbatch, or of several, [A, B, L].
-    """
-    made = quantized_once.of_layers(spec, params, sites, batch)
-    return cls(made, _in_place(spec, params, sites, batch))
-
-  def layer(self, stacks, i):
-    """The parameters of layer i as they are stored; of those that are read in place an Entry."""
-
-    def one(key, name, x):
-      return Entry(x, i) if (key, name) in self.in_place else jax.tree.map(lambda x: x[i], x)
-
-    return {key: {name: one(key, name, x) for name, x in of.items()} for key, of in stacks.items()}
 
 
 class Consumer(Protocol):
@@ -73,8 +37,8 @@ class Consumer(Protocol):
   def paired(self, params, sinks, part: Callable, i=None) -> Any:
     """The parameters as the model takes them, to be differentiated by their sinks; of layer i."""
 
-  def layer_params(self, i, carry) -> Any:
-    """Those of layer i, as they are stored."""
+  def layer_params(self, i, carry=None) -> Any:
+    """Those of layer i, as they are stored; of the forward pass without a carry."""
 
   def named(self, gradient: dict[str, Any], stats, carry) -> Any:
     """The carry after the gradients of parameters without layers, by name."""
@@ -84,7 +48,7 @@ class Consumer(Protocol):
 
 
 def differentiate(
-  spec, params, sites, batch, total, consumer: Consumer, begin: Callable, read: Reading
+  spec, params, sites, batch, total, consumer: Consumer, begin: Callable, made=()
 ) -> tuple[Any, Aux, Any, dict[str, Any]]:
   """(loss, Aux, the consumer's carry, observations like site_tree.taps(sites)).
 
@@ -94,7 +58,7 @@ def differentiate(
     batch: as the model takes it.
     total: weights of the tokens that the loss is a mean over.
     begin: loss -> carry, before the first gradient.
-    read: in place only for a consumer that leaves the parameters as they are.
+    made: of quantized_once.of_layers.
   """
   cfg, run = spec.model, spec.run
   emb = {"embed": params["embed"]}
@@ -115,7 +79,7 @@ def differentiate(
 
   sinks_of = lambda p: consumer.sinks(p, _of_names(p))  # noqa: E731
   x_BLD, pull_embed = jax.vjp(embed, sinks_of(emb), site_tree.taps(below))
-  x_BLD, inputs, aux = _forward(spec, x_BLD, params, sites, batch, read)
+  x_BLD, inputs, aux = _forward(spec, x_BLD, consumer, sites, batch, made)
   loss, pull_finish, sums = jax.vjp(
     finish, x_BLD, sinks_of(behind), site_tree.taps(ends), has_aux=True
   )
@@ -127,7 +91,7 @@ def differentiate(
   carry = consumer.named(g_behind, [head_stats], carry)
   # Before any layer's turn: else the head's gradient would be alive during all of them.
   g_BLD, carry = jax.lax.optimization_barrier((g_BLD, carry))
-  saved = inputs, read.made or [{}] * len(inputs)
+  saved = inputs, made or [{}] * len(inputs)
   g_BLD, carry, stats = _backward(spec, g_BLD, g_loss, consumer, carry, sites, saved, batch)
   g_rows, embed_stats = pull_embed(g_BLD)
   if g_head is not None:
@@ -146,43 +110,21 @@ def of_layers(tree):
   return tree["layers"]
 
 
-def _in_place(spec, params, sites, batch) -> Names:
-  tokens, names = dict(zip("BL", batch["tokens_BL"].shape[-2:], strict=True)), set()
-
-  def is_read(stack, site, eqn) -> bool:
-    if type(site) is not Site:
-      return False
-    return quantizer.kernels_read(
-      weight_operands.of_layer(stack, site, eqn, tokens, spec.run.dtype)
-    )
-
-  for mixer in transformer.mixers(spec.model):
-    leaves, stacks = spec.leaves["layers"][mixer.key], params["layers"][mixer.key]
-    for site in quantized_once.declared(spec, mixer):
-      name, leaf = site.name, leaves[site.name]
-      is_plain = leaf.gradient is None and not leaf.is_frozen
-      of_runs = (of_run[mixer.key][name] for of_run in sites["layers"])
-      # Products of other runs take their layers out of the stack.
-      if is_plain and any(is_read(stacks[name], of_run, site.eqn) for of_run in of_runs):
-        names.add((mixer.key, name))
-  return frozenset(names)
-
-
-def _forward(spec, x_BLD, params, sites, batch, read: Reading):
+def _forward(spec, x_BLD, consumer: Consumer, sites, batch, made):
   """(the residual stream after all layers, their saved inputs: stacks, one per run, Aux)."""
   cfg, run, inputs, total = spec.model, spec.run, [], Aux()
   context = transformer.layer_context(batch, cfg, run)
 
   def forward(stacks, x_BLD, xs):
     i, n, s = xs
-    weights = read.layer(params["layers"], i)
+    weights = consumer.layer_params(i)
     of_layer = (quantized_once.read(weights, quantized_once.layer(stacks, n)), s)
     layer_inputs = residuals.compress(x_BLD, run.residuals.layer_inputs)
     x_BLD, aux = transformer.layer(x_BLD, of_layer, context, cfg, run)
     return x_BLD, (layer_inputs, aux)
 
   for number, (run_, of_run) in enumerate(transformer.runs(sites)):
-    stacks = read.made[number] if read.made else {}
+    stacks = made[number] if made else {}
     x_BLD, (layer_inputs, aux) = jax.lax.scan(
       functools.partial(forward, stacks), x_BLD, (*_numbers(run_), of_run)
     )

@@ -69,7 +69,7 @@ def take(spec, state, sites, batch, rate, by_param=False, teacher=None) -> updat
     return progress
 
   loss, aux, progress, stats = layer_loop.differentiate(
-    spec, params, sites, batch, total, move, begin, layer_loop.Reading()
+    spec, params, sites, batch, total, move, begin
   )
   norm, squares = jnp.sqrt(progress.squares[0]), progress.squares[1:]
   return update.StepResult(
@@ -121,8 +121,9 @@ class _LayerUpdater:
       params, sinks, is_leaf=stored_params.is_stored,
     )  # fmt: skip
 
-  def layer_params(self, i, carry: "_Progress"):
-    return jax.tree.map(lambda x: x[i], carry.params["layers"])
+  def layer_params(self, i, carry: "_Progress | None" = None):
+    params = self.state.params if carry is None else carry.params
+    return jax.tree.map(lambda x: x[i], params["layers"])
 
   def named(self, gradient, stats, carry: _Progress) -> _Progress:
     """Those parameters that `gradient` has."""

@@ -3,7 +3,7 @@
 Needs the CUDA wheels: make test-aot.
 """
 
-import re
+import math
 
 import aot_harness
 import pytest
@@ -12,16 +12,20 @@ from aot_harness import SMALL, load, lower
 MICROBATCHES = 3
 
 
-def copied() -> dict[str, list[str]]:
-  """What the loop over microbatches gives, but for our kernels, in the shape of a layer's codes or
-  of all layers' sums; and the kernels that read or write a layer of a stack."""
+def copied(form: str) -> dict[str, list[str]]:
+  """What the loop over microbatches gives, but for our kernels, in the shape of a layer's codes, of
+  a layer's weights or of all layers' sums; and the kernels that read or write a layer of a stack.
+
+  Args:
+    form: memory.weight_operands.
+  """
   from fp8jax import params as params_lib
   from fp8jax.compiled import hlo
 
   rules = (("layers/.*", "block_128"), (".*", "bf16"))
   changes = {
     "precision.rules": rules, "memory.remat_policy": "full", "kernels.attention": "cudnn",
-    "memory.weight_operands": "per_step", "grad_accum_steps": MICROBATCHES,
+    "memory.weight_operands": form, "grad_accum_steps": MICROBATCHES,
     "global_batch": SMALL["global_batch"] * MICROBATCHES,
   }  # fmt: skip
   spec, lowered = lower(load("configs/base.py", SMALL | changes), "h200", 1)
@@ -31,8 +35,9 @@ def copied() -> dict[str, list[str]]:
       params_lib.abstract(spec.declaration, spec.model.dims, spec.run.layout)).items()
     if path.startswith("layers/") and len(x.shape) > 2
   ]  # fmt: skip
-  sums = {f"f32[{','.join(map(str, shape))}]" for shape in shapes}
-  found = {"sums": [], "codes": [], "kernels": []}
+  weights = {own for _, *shape in shapes for own in _texts(shape)}
+  sums = {own for count, *shape in shapes for own in _texts(shape, count)}
+  found = {"sums": [], "codes": [], "weights": [], "products": [], "quantizers": []}
 
   def look(name: str, is_micro: bool):
     for i in program.computations[name].values():
@@ -43,21 +48,34 @@ def copied() -> dict[str, list[str]]:
         continue
       # jax 0.12 calls kernels that read a slice of a stack in fusions, too.
       inside = program.computations[i.called[0]].values() if i.opcode == "fusion" else [i]
-      kernels = [one.op_name for one in inside if one.opcode == "custom-call"]
+      kernels = [one for one in inside if one.opcode == "custom-call"]
       if is_micro and kernels:
-        found["kernels"] += [i.name] * any("scaled_matmul" in name for name in kernels)
+        here = program.computations[name] | {one.name: one for one in inside}
+        for one in kernels:
+          of_stack = any(stack in here[o].shape for o in one.operands for stack in sums)
+          found["products"] += [i.name] * ("scaled_matmul" in one.op_name)
+          found["quantizers"] += [i.name] * ("quantize_fp8" in one.op_name and of_stack)
       elif is_micro and i.opcode in ("copy", "fusion", "dynamic-slice", "copy-start"):
-        result = re.sub(r"\{[\d,]*\}", "", i.shape)
-        found["codes"] += [i.name] * ("f8e" in result)
-        found["sums"] += [i.name] * any(stack in result for stack in sums)
+        found["codes"] += [i.name] * ("f8e" in i.shape)
+        found["weights"] += [i.name] * any(layer in i.shape for layer in weights)
+        found["sums"] += [i.name] * any(stack in i.shape for stack in sums)
 
   look(program.entry, False)
   return found
 
 
+def _texts(shape: list[int], *count: int) -> list[str]:
+  """A float32 weight in HLO, or a stack of so many: as it is, and as a matrix."""
+  matrices = [(math.prod(shape[:n]), math.prod(shape[n:])) for n in range(1, len(shape))]
+  return [f"f32[{','.join(map(str, (*count, *dims)))}]" for dims in (shape, *matrices)]
+
+
 @pytest.mark.aot
-def test_codes_and_sums_of_layers_stay_where_they_are():
-  found = aot_harness.elsewhere("copied()", __file__)
-  assert found["codes"] == found["sums"] == []
+@pytest.mark.parametrize("form", ["per_step", "per_product"])
+def test_codes_weights_and_sums_of_layers_stay_where_they_are(form):
+  found = aot_harness.elsewhere(f"copied({form!r})", __file__)
+  assert found["codes"] == found["weights"] == found["sums"] == []
   # Seven sites forward, all but down again, and two gradients of each.
-  assert len(found["kernels"]) == 7 + 6 + 2 * 7
+  assert len(found["products"]) == 7 + 6 + 2 * 7
+  # Each weight for each of its products; down's again, too, whose amax is observed.
+  assert len(found["quantizers"]) == (0 if form == "per_step" else 3 * 7)

@@ -115,18 +115,28 @@ def test_sizes_are_anything(rng, name, rows, columns):
 )
 def test_a_layer_is_read_in_its_stack(rng, name, dtype, columns):
   """And, where TMA cannot move it as it is, copied out: 210 columns of 16 bits."""
-  stack = jnp.stack([jnp.full((208, columns), 7, dtype), _matrix(rng, dtype, 208, columns)])
+  # Beyond the rows of the first, which end within a tile, comes the second.
+  stack = jnp.stack([_matrix(rng, dtype, 208, columns), jnp.full((208, columns), -7, dtype)])
   read = lambda i: mosaic_sm90.quantize_matrix(Entry(stack, i), PAIRS[name], watched=True)  # noqa: E731
   (kernel,) = _kernels(jax.make_jaxpr(read)(1).jaxpr)
   assert kernel.invars[0].aval.shape == (stack.shape if columns == 288 else (208, 256))
-  made, seen = read(jnp.int32(1))
-  _same_bits(seen, jax.jit(tensor_stats.amax)(stack[1]))
-  for along, want in _wanted(stack[1], PAIRS[name]).items():
+  made, seen = read(jnp.int32(0))
+  _same_bits(seen, jax.jit(tensor_stats.amax)(stack[0]))
+  for along, want in _wanted(stack[0], PAIRS[name]).items():
     _same_bits(made[along].data, want.data)
     _same_bits(made[along].scale, want.scale)
-  of_trials = jax.vmap(lambda i: read(i)[0][1].scale)(jnp.arange(2))
-  _same_bits(of_trials[1], made[1].scale)
-  assert (of_trials[0] == of_trials[0, 0, 0]).all()
+  of_trials = jax.vmap(lambda i: (read(i)[0][1].scale, read(i)[1]))(jnp.arange(2))
+  _same_bits(of_trials[0][0], made[1].scale)
+  assert (of_trials[0][1] == of_trials[0][1, 0, 0]).all() and of_trials[1][1] == 7
+
+
+def test_an_amax_is_one_maximum_of_bits():
+  x = np.float32([[0, 3.5, 1e-40], [2, 1e30, 0.1]])
+  for largest in (1e30, np.inf, np.nan):
+    x[1, 1] = largest
+    found = tensor_stats.amax_of_magnitudes(jnp.asarray(x))
+    np.testing.assert_array_equal(found, np.float32(largest))
+  assert tensor_stats.amax_of_magnitudes(jnp.zeros((2, 2))) == 0
 
 
 def _kernels(jaxpr):

@@ -42,6 +42,10 @@ SLOW = {
     BLOCKS | {"global_batch": 24, "model.hidden_size": 256, "model.intermediate_size": 576,
               "optim.grad_wire": "bf16", "memory.save_layer_inputs": "bf16"}, (2, 2, 1), 18),
   "every statistic": (BLOCKS | {"seq_len": 32}, None, 18),
+  "masters in 16 bits": (BLOCKS | {"optim.master_format": "bf16_sr"}, None, 0),
+  "a base in codes, operands made once": (
+    BLOCKS | {"model.lora.rank": 4, "model.lora.base": "block_fp8", "memory.weight_operands":
+              "per_step", "model.num_layers": 2}, None, 0),
   "one scale per tensor": (
     {"precision.rules": (HEAD, ("layers/.*", "tensor_current"))}, None, 21),
   "random bits, masks": (

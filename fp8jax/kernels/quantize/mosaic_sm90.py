@@ -141,8 +141,8 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
   """(Scaled by axis for every result, amaxes); `given` holds scales by (result, axis)."""
   rows, columns = matrices[0].shape
   matrices, layer = [_fitted(x) for x in matrices], []
-  if isinstance(of_stack := matrices[0], Entry):  # the identity's, which has one matrix
-    matrices, layer = [of_stack.stack], [jnp.asarray(of_stack.index, jnp.int32).reshape(1)]
+  if isinstance(entry := matrices[0], Entry):  # the identity's, which has one matrix
+    matrices, layer = [entry.stack], [jnp.asarray(entry.index, jnp.int32).reshape(1)]
   outputs, shapes = _outputs(quants, rows, columns, given, watched)
   # Every tile reads whole ones.
   factors = [jnp.pad(f.astype(jnp.float32), (0, -f.shape[0] % TILE)) for f in factors]
