@@ -118,13 +118,11 @@ def shipped(array, narrow) -> dict:
 
 
 def _layers(array, narrow) -> dict:
-  """Products that read a layer of a stack of weights, and that add to one of sums of gradients; the
-  quantizer of a layer."""
+  """Products that read a layer of a stack of weights, and that add to one of sums of gradients."""
   import jax
   import jax.numpy as jnp
 
   from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
-  from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
   from fp8jax.quantization.scaled_matrix import Entry
   from fp8jax.recipe import library
 
@@ -142,10 +140,6 @@ def _layers(array, narrow) -> dict:
       read = lambda a, b, i: mosaic_sm90_lib.matmul(a, Entry(b, i), out_dtype=jnp.bfloat16)  # noqa: E731
       stack = jax.tree.map(lambda x: array(x.dtype, LAYERS, *x.shape), b)
       found[f"layers/{product}"] = (read, (a, stack, number))
-  of = library.RECIPES["block_128"]
-  quants = {1: of.fwd.rhs, 0: of.dgrad.rhs}
-  make = lambda x, i: quantizer.quantize_matrix(Entry(x, i), quants, watched=True)  # noqa: E731
-  found["layers/weight_watched"] = (make, (array(jnp.float32, LAYERS, 32768, 3584), number))
   return found
 
 
@@ -169,6 +163,7 @@ def compile_all(wanted: list[str]) -> dict[str, dict]:
   from fp8jax.kernels.quantize import prologues
   from fp8jax.optim import storage
   from fp8jax.quantization import bf16_remainder, quantized_tensor, scaled_matrix
+  from fp8jax.quantization.scaled_matrix import Entry
   from fp8jax.recipe import library
 
   topology = topologies.get_topology_desc(
@@ -202,6 +197,10 @@ def compile_all(wanted: list[str]) -> dict[str, dict]:
       make = lambda x, q=quants, w=watched: quantizer.quantize_matrix(x, q, watched=w)  # noqa: E731
       programs[name + end] = (make, (array(dtype, 32768, 3584),))
 
+  quants = {1: recipe.fwd.rhs, 0: recipe.dgrad.rhs}
+  of_layer = lambda x, i: quantizer.quantize_matrix(Entry(x, i), quants, watched=True)  # noqa: E731
+  stack = array(jnp.float32, LAYERS, 32768, 3584), array(jnp.int32)
+  programs["quantize/weight_of_layer_watched"] = (of_layer, stack)
   matrix, both = array(jnp.bfloat16, 32768, 3584), {1: recipe.fwd.lhs, 0: recipe.wgrad.lhs}
   lines = [array(jnp.float32, n) for n in (32768, 3584)]
   for producer in (prologues.RMS_NORM, prologues.SWIGLU, prologues.SWIGLU_BACKWARD):
