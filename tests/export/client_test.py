@@ -356,7 +356,13 @@ def test_matrices_that_vllm_multiplies_otherwise_are_refused_by_name(
 
 @pytest.mark.parametrize(
   "recipe, spoil",
-  [("int8", ""), ("mxfp4_ste", ""), ("mxfp4_ste", "unrounded"), ("w4a16", ""), ("w4a16", "logits")],
+  [
+    pytest.param("int8", "", marks=pytest.mark.slow),
+    ("mxfp4_ste", ""),
+    ("mxfp4_ste", "unrounded"),
+    ("w4a16", ""),
+    ("w4a16", "logits"),
+  ],
 )
 def test_vllm_serves_what_fp8jax_computes_within_what_16_bits_and_rounding_cost(
   export, tmp_path, monkeypatch, recipe, spoil
