@@ -240,9 +240,13 @@ def _is_new_program(spec) -> bool:
 # Slow: arms that differ from another case in one value alone, and an arm per recipe; the suites of
 # the dot and of the proof have every recipe.
 _LIKE_ANOTHER = ("configs/cpt_1p5b_1gpu.py", "configs/cpt_7b_1gpu.py", "configs/sft_1p5b.py")
+_LIKE_OTHERS = ("stage2", "stage2,bf16")
 _BUILT = [
   pytest.param(
-    name, arm, marks=[pytest.mark.slow] * (name in _LIKE_ANOTHER or "short-" in (arm or ""))
+    name,
+    arm,
+    marks=[pytest.mark.slow]
+    * (name in _LIKE_ANOTHER or (arm or "") in _LIKE_OTHERS or "short-" in (arm or "")),
   )
   for name, arm in CASES
 ]

@@ -87,7 +87,13 @@ TILES = [(WHOLE, WHOLE), (1, WHOLE), (1, 32), (16, 16), (128, 128)]
 
 
 @pytest.mark.parametrize("name", ["reference", "xla"])
-@pytest.mark.parametrize("format", [E4M3, E5M2, E3M4, E2M1, INT8], ids=str)
+@pytest.mark.parametrize(
+  "format",
+  [
+    pytest.param(f, id=str(f), marks=[pytest.mark.slow] * (f in (E5M2, E3M4)))
+    for f in (E4M3, E5M2, E3M4, E2M1, INT8)
+  ],
+)
 def test_what_supports_accepts_runs(rng, name, format):
   """Every format in every tile: float64's product of what is stored, to float32's rounding. Beside
   E4M3 they are multiplied below."""

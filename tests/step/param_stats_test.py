@@ -74,7 +74,8 @@ def by_jax_grad(spec, params, batch):
 @pytest.mark.parametrize(
   "changes, shape",
   [
-    ({"grad_accum_steps": 2, "model.lora.rank": 2}, None),
+    ({"grad_accum_steps": 2}, None),
+    pytest.param({"grad_accum_steps": 2, "model.lora.rank": 2}, None, marks=pytest.mark.slow),
     # In chunks of rows, updates of 8-bit moments.
     pytest.param({"optim.moment_format": "coat"}, None, marks=pytest.mark.slow),
     pytest.param({"optim.in_backward": True, "optim.grad_clip_norm": 0.0,
@@ -83,7 +84,7 @@ def by_jax_grad(spec, params, batch):
     pytest.param({"optim.in_backward": True, "optim.grad_clip_norm": 0.0,
                   "memory.remat_policy": "full"}, (1, 2, 2), marks=pytest.mark.slow),
   ],
-  ids=["adapters, microbatches", "8-bit moments", "in backward", "mesh", "both"],
+  ids=["microbatches", "adapters, microbatches", "8-bit moments", "in backward", "mesh", "both"],
 )  # fmt: skip
 def test_norms_of_every_layer_s_parameters_are_numpy_s(changes, shape, monkeypatch):
   monkeypatch.setattr(update, "_CHUNK", 2**11)
