@@ -127,7 +127,7 @@ def _run(static, *args, is_differentiated: bool):
         here = observe.logits_stats(logits_BCV, logits_site)
         logits_stats = tensor_stats.combine(logits_stats, here)
       g_BCV = (g_BCV if gain == 1 else gain * g_BCV).astype(h.dtype)
-      dh = products.data_gradient(spec, g_BCV, head, inputs, h)
+      dh, _ = products.data_gradient(spec, g_BCV, head, inputs, h)
       if not is_frozen:
         dhead = dhead + products.weight_gradient(spec, h, g_BCV, dtype, inputs, head)
       tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))

@@ -60,6 +60,7 @@ from fp8jax.ops.stored_params import (
   sums_of,
 )  # fmt: skip
 from fp8jax.quantization import tensor_stats
+from fp8jax.quantization.scaled_matrix import Entry
 
 # Name of residuals that are operands, for remat policies (see jax.ad_checkpoint.checkpoint_name).
 SAVED_NAME = "operands"
@@ -77,7 +78,7 @@ class Residuals:
     x: as it came in, a Prologue with compressed sources, or None if every X_WGRAD is saved.
     x_wgrad: operand_key -> X_WGRAD, of dots that save it.
     ws: weights, unquantized, as they are stored.
-    stats: per dot, float32 [S] of (x, w); of x None if the backward pass observes it.
+    stats: per dot, float32 [S] of (x, w); None of what the backward pass observes.
     inputs: ScalingInputs per dot.
   """
 
@@ -148,6 +149,12 @@ def reads_in_place(spec: GemmSpec) -> bool:
   return quantizer.kernels_read(spec) and not straight.is_needed(spec, Role.W_FWD)
 
 
+def _observes_weight_later(spec: GemmSpec, w) -> bool:
+  """Whether the quantizer of the data gradient finds the amax of a weight. The forward pass, where
+  it is computed again, may need no product of this weight."""
+  return spec.observes_amax_only and reads_in_place(spec) and isinstance(w, jax.Array | Entry)
+
+
 def forward_only(specs, x, ws, inputs):
   """One y per weight."""
   provider = OperandProvider(operands.materialize_unless_fused(specs, x))
@@ -184,14 +191,17 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
       (x_fwd,) = provider.make(spec, n, i, (Role.X_FWD,))
       saves_x |= not spec.is_frozen
     saves_x |= straight.is_needed(spec, Role.X_FWD)
-    y, amax_w = products.forward(spec, x_fwd, w, i, wants_amax=spec.observes_amax_only)
+    is_later_w = _observes_weight_later(spec, w)
+    wants_amax_w = spec.observes_amax_only and not is_later_w
+    y, amax_w = products.forward(spec, x_fwd, w, i, wants_amax_w)
     ys.append(y)
     # The backward pass observes an x that it computes again: a remat then computes it once less.
     is_later = is_recomputed and not spec.saves_operand and not spec.is_frozen
     is_later &= spec.statistics == tensor_stats.QUIET
     value = None if is_later else prologue.value(source)
     stats_x = None if is_later else observe.operand_stats(spec, Role.X_FWD, value, i, provider.amax)
-    observed.append((stats_x, observe.operand_stats(spec, Role.W_FWD, w, i, amax_w)))
+    stats_w = None if is_later_w else observe.operand_stats(spec, Role.W_FWD, w, i, amax_w)
+    observed.append((stats_x, stats_w))
   return tuple(ys), Residuals(
     (x.compressed() if isinstance(x, Prologue) else x) if saves_x else None,
     x_wgrads,
@@ -227,7 +237,8 @@ def gradients(specs, residuals: Residuals, gs):
         spec, g, i, spec.roles_of_g, spec.observes_amax_only
       )
     g_dgrad, g_wgrad = operands_of_g[0], operands_of_g[-1]
-    dx = products.data_gradient(spec, g_dgrad, w, i, x, dx)
+    stats_x, stats_w = residuals.stats[n]
+    dx, amax_w = products.data_gradient(spec, g_dgrad, w, i, x, dx, wants_amax=stats_w is None)
     if spec.is_frozen:
       dws.append(None)
     else:
@@ -239,8 +250,8 @@ def gradients(specs, residuals: Residuals, gs):
       kept = parts_of(stored_w), sums_of(stored_w)
       dw = products.weight_gradient(spec, x_wgrad, g_wgrad, dtype, i, w, *kept)
       dws.append(cotangent(stored_w, dw))
-    stats_x, stats_w = residuals.stats[n]
     stats_x = provider.amax if stats_x is None else stats_x
+    stats_w = amax_w if stats_w is None else stats_w
     stats_g = observe.operand_stats(spec, Role.G_DGRAD, gs[n], i, amax_g)
     taps.append(jnp.stack([stats_x, stats_w, stats_g]))
   return dx, tuple(dws), tuple(taps)

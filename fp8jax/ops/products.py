@@ -28,27 +28,28 @@ def forward(spec: GemmSpec, x, w, inputs: ScalingInputs, wants_amax: bool = Fals
   x and g may be their ScaledMatrix in the GEMM's role.
   """
   s, layout, w = spec.letters, spec.layout, _ahead(spec, w, Role.W_FWD)
-  over = tuple(a for c in s.w for a in layout.weight_axes(c))
 
   def local(x, w, inputs):
     a = operands.operand(spec, Role.X_FWD, x, inputs)
     b = operands.operand(spec, Role.W_FWD, w, inputs, wants_amax)
-    amax = b.amax
-    if amax is not None:
-      amax = tensor_stats.over_mesh(amax[None], () if layout.is_manual else over)
     y = product(spec, "fwd", a, b, spec.out_dtype, inputs)
     if spec.recipe.fwd.compensates:
       rest = _compensation(spec, x, w, inputs) * np.float32(spec.gain("fwd") or 1.0)
       y = y + rest.astype(y.dtype)
-    return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted), amax
+    y = collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted)
+    return y, _amax_of_weight(spec, b)
 
   of_x = spec.partition_spec(Role.X_FWD, x)
   specs = (of_x, operands.weight_specs(spec, w), _P())
   return collectives.on_mesh(local, layout, specs, (layout.act_spec(s.y), _P()))(x, w, inputs)
 
 
-def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs, x=None, dx=None):
-  """g[acts] . w[at rest]' -> dx[acts] {sum over the axes of w's free letters}.
+def data_gradient(
+  spec: GemmSpec, g, w, inputs: ScalingInputs, x=None, dx=None, wants_amax: bool = False
+):  # fmt: skip
+  """(g[acts] . w[at rest]' -> dx[acts] {sum over the axes of w's free letters}, amax).
+
+  The amax is `forward`'s.
 
   Args:
     x: the forward pass's, an array or a Prologue, for recipes that `straight.is_needed` names.
@@ -60,20 +61,29 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs, x=None, dx=None):
 
   def local(g, w, inputs, *others):
     a = operands.operand(spec, Role.G_DGRAD, g, inputs)
-    b = operands.operand(spec, Role.W_DGRAD, w, inputs)
+    b = operands.operand(spec, Role.W_DGRAD, w, inputs, wants_amax)
     if others:
       made = _product(spec, "dgrad", a, b, spec.x_dtype, add_to=_matrix(others[0], a, b))
     else:
       is_final = not straight.is_needed(spec, Role.X_FWD)
       made = product(spec, "dgrad", a, b, spec.x_dtype if is_final else jnp.float32, inputs)
-    return collectives.sum_over(operands.unflatten(made, a, b, s.x), layout, s.produced)
+    made = collectives.sum_over(operands.unflatten(made, a, b, s.x), layout, s.produced)
+    return made, _amax_of_weight(spec, b)
 
   of_x, of_g = layout.act_spec(s.x), spec.partition_spec(Role.G_DGRAD, g)
   specs = (of_g, operands.weight_specs(spec, w, Role.W_DGRAD), _P(), *((of_x,) * adds_here))
   others = (dx,) * adds_here
-  made = collectives.on_mesh(local, layout, specs, of_x)(g, w, inputs, *others)
+  made, amax = collectives.on_mesh(local, layout, specs, (of_x, _P()))(g, w, inputs, *others)
   made = straight.cotangent(spec, Role.X_FWD, x, made, inputs, spec.x_dtype)
-  return made if dx is None or adds_here else dx + made
+  return made if dx is None or adds_here else dx + made, amax
+
+
+def _amax_of_weight(spec: GemmSpec, b: Operand):
+  """float32 [1] of the weight on all devices, or None."""
+  if b.amax is None:
+    return None
+  over = tuple(a for c in spec.letters.w for a in spec.layout.weight_axes(c))
+  return tensor_stats.over_mesh(b.amax[None], () if spec.layout.is_manual else over)
 
 
 def weight_gradient(

@@ -77,5 +77,5 @@ def test_codes_weights_and_sums_of_layers_stay_where_they_are(form):
   assert found["codes"] == found["weights"] == found["sums"] == []
   # Seven sites forward, all but down again, and two gradients of each.
   assert len(found["products"]) == 7 + 6 + 2 * 7
-  # Each weight for each of its products; down's again, too, whose amax is observed.
-  assert len(found["quantizers"]) == (0 if form == "per_step" else 3 * 7)
+  # Each weight for each of its products.
+  assert len(found["quantizers"]) == (0 if form == "per_step" else 7 + 6 + 7)

@@ -133,7 +133,7 @@ def _by_kernels(rng, eqn, shape, recipe):
   w = _place(w, ws, layout.weight_spec, layout)
   got = [
     jax.jit(lambda x, w: products.forward(spec, x, w, inputs)[0])(x, w),
-    jax.jit(lambda g, w: products.data_gradient(spec, g, w, inputs))(g, w),
+    jax.jit(lambda g, w: products.data_gradient(spec, g, w, inputs)[0])(g, w),
     jax.jit(lambda x, g: products.weight_gradient(spec, x, g, jnp.float32, inputs))(x, g),
   ]
   return got, want
@@ -317,7 +317,7 @@ def test_a_layer_of_a_stack_reaches_its_product_on_a_mesh(rng, monkeypatch):
   y = jax.jit(lambda x, w: products.forward(spec, x, w, inputs)[0])(
     _place(x, letters[0], layout.act_spec, layout), stored
   )
-  dx = jax.jit(lambda g, w: products.data_gradient(spec, g, w, inputs))(
+  dx = jax.jit(lambda g, w: products.data_gradient(spec, g, w, inputs)[0])(
     _place(g, letters[2], layout.act_spec, layout), stored
   )
   want = _exact(eqn, x, w, g)
