@@ -251,7 +251,8 @@ def gradients(specs, residuals: Residuals, gs):
       dw = products.weight_gradient(spec, x_wgrad, g_wgrad, dtype, i, w, *kept)
       dws.append(cotangent(stored_w, dw))
     stats_x = provider.amax if stats_x is None else stats_x
-    stats_w = amax_w if stats_w is None else stats_w
+    if stats_w is None:
+      stats_w = observe.operand_stats(spec, Role.W_FWD, w, i, amax_w)
     stats_g = observe.operand_stats(spec, Role.G_DGRAD, gs[n], i, amax_g)
     taps.append(jnp.stack([stats_x, stats_w, stats_g]))
   return dx, tuple(dws), tuple(taps)

@@ -31,10 +31,10 @@ CASES = {
   "16-bit masters, a head of its own, operands made once": (
     BLOCKS | {"optim.master_format": "bf16_remainder", "model.tie_embeddings": False,
               "memory.weight_operands": "per_step"}, None, 12),
-}  # fmt: skip
-SLOW = {
   "adapters": (BLOCKS | {"model.lora.rank": 4, "model.lora.base": "bf16", "model.num_layers": 2},
                None, 0),
+}  # fmt: skip
+SLOW = {
   "a mesh, 16-bit masters, operands made once": (
     BLOCKS | {"global_batch": 24, "model.hidden_size": 256, "optim.master_format": "bf16_remainder",
               "memory.weight_operands": "per_step"}, (2, 2, 2), 12),
