@@ -4,7 +4,8 @@ command: python experiments/ledger.py [FOLDER]    (experiments/lab/results: *.js
 
 A row is a comparison of experiments/lab/runs.py, paired by seed. Its interval is Student's over the
 seeds, at 95 % together with all of its system (fp8jax/statistics.py has the rule). Runs of another
-commit, CPU, jax, backend or data are not paired; a note says what differs. The noise floor is the
+commit, CPU, jax, backend or data are not paired; a note says what differs. Pairs of one row have
+one commit, jax and backend; a pair of another CPU is named. The noise floor is the
 root mean square difference of the candidate's runs from their nudged twins (init.nudge). Seeds were
 counted before the runs: a row that has fewer says "3 of 6", and is for looking at until it has all.
 """
@@ -38,6 +39,7 @@ OPEN = ("no verdict", ILLUSTRATION, NOT_RUN, "refused")
 WORDS = {"higher": ("opposite", "as claimed", "no verdict"),
          "lower": ("as claimed", "opposite", "no verdict")}  # fmt: skip
 Result = results_lib.Result
+_CPU = results_lib.ORIGIN.index("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +129,20 @@ def _what_differs(one: Sequence[str], other: Sequence[str]) -> str:
   return ", ".join(f"{name} {a[:24]} and {b[:24]}" for name, a, b in parts if a != b)
 
 
+def _paired(shared: dict[tuple[str, ...], set[int]]) -> dict[int, tuple[str, ...]]:
+  """{seed: origin of its pair}: of the program that has the most; seeds may differ in the CPU."""
+  by_program = collections.defaultdict(dict)
+  # The origin of most seeds first: it stands for the row.
+  for origin in sorted(shared, key=lambda o: (len(shared[o]), o), reverse=True):
+    of_program = by_program[origin[:_CPU] + origin[_CPU + 1 :]]
+    of_program.update({seed: origin for seed in shared[origin] - of_program.keys()})
+  return max(by_program.items(), key=lambda item: (len(item[1]), item[0]))[1]
+
+
+def _named(seeds: Iterable[int]) -> str:
+  return "seeds " + ", ".join(map(str, sorted(seeds)))
+
+
 def _unpaired(run: Result, base: Result, name: str, quantity: str) -> str:
   """Why two runs of a seed and an origin are no pair, or ""."""
   if run.data != base.data:
@@ -136,11 +152,13 @@ def _unpaired(run: Result, base: Result, name: str, quantity: str) -> str:
   return "" if base.status == "finished" else f"{name} diverged"
 
 
-def floor(of: Index, group: str, quantity: str, origin) -> float | None:
+def floor(of: Index, group: str, quantity: str, origins) -> float | None:
   """Root mean square difference, percent, of twins from their own runs; None without any."""
-  own, twins = (_by_origin(of, group, is_twin).get(origin, {}) for is_twin in (False, True))
-  found = [percent(quantity, twins[s], own[s]) for s in sorted(own.keys() & twins.keys())
-           if own[s].status == "finished" and own[s].data == twins[s].data]  # fmt: skip
+  found = []
+  for origin in origins:
+    own, twins = (_by_origin(of, group, is_twin).get(origin, {}) for is_twin in (False, True))
+    found += [percent(quantity, twins[s], own[s]) for s in sorted(own.keys() & twins.keys())
+              if own[s].status == "finished" and own[s].data == twins[s].data]  # fmt: skip
   return math.sqrt(sum(x * x for x in found) / len(found)) if found else None
 
 
@@ -174,29 +192,31 @@ def row(system: design.System, comparison: design.Comparison, of: Index, rate=No
       return empty
     differs = _what_differs(next(iter(sorted(mine))), next(iter(sorted(base))))
     return dataclasses.replace(empty, verdict=f"refused: {differs or 'no seed in common'}")
-  origin = max(shared, key=lambda o: (len(shared[o]), o))
+  paired = _paired(shared)
+  origin, *_ = used = tuple(dict.fromkeys(paired.values()))
   notes = ["files were edited: the commit is not what ran"] * origin[0].endswith("+")
   for name, by in ((comparison.candidate, mine), (comparison.baseline, base)):
-    for other in sorted(by):
-      if other != origin:
-        seeds = ", ".join(map(str, sorted(by[other])))
-        notes.append(f"{name}, seeds {seeds}: not paired, {_what_differs(other, origin)}")
-    for seed in sorted(by[origin].keys() - shared[origin]):
+    for other in sorted(by.keys() - set(used)):
+      notes.append(f"{name}, {_named(by[other])}: not paired, {_what_differs(other, origin)}")
+    for seed in sorted({s for o in used for s in by.get(o, ())} - paired.keys()):
       notes.append(f"{name}, seed {seed}: the other arm has no such run")
   seeds = []
-  for seed in sorted(shared[origin]):
-    pair = mine[origin][seed], base[origin][seed]
+  for seed, of_seed in sorted(paired.items()):
+    pair = mine[of_seed][seed], base[of_seed][seed]
     why = _unpaired(*pair, comparison.baseline, comparison.quantity)
     notes += [f"seed {seed}: {why}, not compared"] * bool(why)
     seeds += [seed] * (not why)
   if not seeds:
     return dataclasses.replace(empty, verdict="no verdict: no pair", notes=(*notes,))
-  values = [percent(comparison.quantity, mine[origin][s], base[origin][s]) for s in seeds]
+  for other in used[1:]:
+    here = [seed for seed in seeds if paired[seed] == other]
+    notes += [f"{_named(here)}: pairs of another CPU, {other[_CPU]}"] * bool(here)
+  values = [percent(comparison.quantity, mine[paired[s]][s], base[paired[s]][s]) for s in seeds]
   count = len(system.comparisons) * max(len(system.rates), 1)
   found = statistics.estimate(values, count)
   return dataclasses.replace(
     empty, seeds=tuple(seeds), effect=found.mean, low=found.low, high=found.high,
-    floor=floor(of, groups[0], comparison.quantity, origin), notes=tuple(notes), origin=origin,
+    floor=floor(of, groups[0], comparison.quantity, used), notes=tuple(notes), origin=origin,
     verdict=ILLUSTRATION if system.illustration else verdict(comparison.question, found),
   )  # fmt: skip
 
