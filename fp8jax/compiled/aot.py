@@ -45,7 +45,7 @@ def resolve(c: Any, target: str, needs: Needs = TRAINING) -> tuple[train_spec.Tr
     spec = resolve_lib.resolve(c, jax.device_count(), choose.current_device(), needs=needs)
     return spec, jax.devices()
   name, count = parse(target)
-  devices, device = _devices(name, count), choose.Device("gpu", CAPABILITY[name])
+  devices, device = devices_of(name, count), choose.Device("gpu", CAPABILITY[name])
   make = functools.partial(mesh.make, devices=devices)
   return resolve_lib.resolve(c, len(devices), device, make, needs), devices
 
@@ -63,7 +63,12 @@ def parse(target: str) -> tuple[str, int]:
   return name, int(count or 1)
 
 
-def _devices(name: str, count: int):
+def devices_of(name: str, count: int):
+  """So many of CAPABILITY's GPUs in one host, as XLA describes them.
+
+  Raises:
+    UserError: the CUDA wheels are missing.
+  """
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver to ask
   try:
     topology = topologies.get_topology_desc(
