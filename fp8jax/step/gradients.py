@@ -113,12 +113,11 @@ def adds_in_place(spec: train_spec.TrainSpec) -> bool:
   """Whether the backward pass of a microbatch adds each layer's gradient to the sums as soon as it
   is there, so that the gradients of all layers exist once and not twice.
 
-  Of other formats than float32 a sum is rounded; of other saved tensors than the input of every
-  layer the backward pass is autodiff's.
+  Of other formats than float32 a sum is rounded.
   """
   is_wide = all(leaf.gradient is None for leaf in jax.tree.leaves(spec.leaves))
   is_plain = spec.loss_scale.kind == "none" and not spec.run.is_invariant
-  return spec.grad_accum_steps > 1 and spec.run.remat == "full" and is_wide and is_plain
+  return spec.grad_accum_steps > 1 and is_wide and is_plain
 
 
 class _Sums:

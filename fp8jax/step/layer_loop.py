@@ -1,15 +1,16 @@
 """Loss and gradients of a batch, one layer's gradient at a time.
 
 Differentiating a loop over layers gives their gradients as one stack. Here the backward pass is
-written out: a loop over the layers from the last to the first computes a layer again from its
-input, differentiates it, and hands its gradient to somebody who uses it in place: layerwise.py
-moves the layer, gradients.py adds it to the sums of microbatches.
+written out: a loop over the layers from the last to the first differentiates a layer, and hands its
+gradient to somebody who uses it in place: layerwise.py moves the layer, gradients.py adds it to the
+sums of microbatches. With memory.remat_policy="full" the forward loop saves the input of each
+layer, which is computed again; else it saves what the derivative reads (halves.py).
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.flatten_util import ravel_pytree
 from fp8jax.models import transformer, unit_scaling
 from fp8jax.models.mixer import Aux
 from fp8jax.ops import residuals, site_tree
-from fp8jax.step import quantized_once
+from fp8jax.step import halves, quantized_once
 
 
 class Consumer(Protocol):
@@ -79,7 +80,11 @@ def differentiate(
 
   sinks_of = lambda p: consumer.sinks(p, _of_names(p))  # noqa: E731
   x_BLD, pull_embed = jax.vjp(embed, sinks_of(emb), site_tree.taps(below))
-  x_BLD, inputs, aux = _forward(spec, x_BLD, consumer, sites, batch, made)
+  context = transformer.layer_context(batch, cfg, run)
+  loops = _loops(spec, sites, made, context, consumer)
+  # Nothing reads sums of a forward pass; their shapes are a carry's.
+  unread = jax.eval_shape(begin, jax.ShapeDtypeStruct((), jnp.float32))
+  x_BLD, saved, aux = _forward(loops, x_BLD, unread)
   loss, pull_finish, sums = jax.vjp(
     finish, x_BLD, sinks_of(behind), site_tree.taps(ends), has_aux=True
   )
@@ -91,8 +96,7 @@ def differentiate(
   carry = consumer.named(g_behind, [head_stats], carry)
   # Before any layer's turn: else the head's gradient would be alive during all of them.
   g_BLD, carry = jax.lax.optimization_barrier((g_BLD, carry))
-  saved = inputs, made or [{}] * len(inputs)
-  g_BLD, carry, stats = _backward(spec, g_BLD, g_loss, consumer, carry, sites, saved, batch)
+  g_BLD, carry, stats = _backward(loops, g_BLD, g_loss, carry, saved)
   g_rows, embed_stats = pull_embed(g_BLD)
   if g_head is not None:
     g_rows = {"embed": g_rows["embed"] + g_head}
@@ -110,70 +114,154 @@ def of_layers(tree):
   return tree["layers"]
 
 
-def _forward(spec, x_BLD, consumer: Consumer, sites, batch, made):
-  """(the residual stream after all layers, their saved inputs: stacks, one per run, Aux)."""
-  cfg, run, inputs, total = spec.model, spec.run, [], Aux()
-  context = transformer.layer_context(batch, cfg, run)
+class _Known(NamedTuple):
+  """What the loops of both passes read of a layer.
 
-  def forward(stacks, x_BLD, xs):
-    i, n, s = xs
-    weights = consumer.layer_params(i)
-    of_layer = (quantized_once.read(weights, quantized_once.layer(stacks, n)), s)
+  Attributes:
+    params: as the consumer has them.
+    operands: of weights that are quantized once per step.
+    sites: of the layer.
+    i: its number among all layers.
+    context: of every layer.
+  """
+
+  params: Any
+  operands: dict[str, Any]
+  sites: Any
+  i: jax.Array
+  context: transformer.LayerContext
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+  """A run of layers that multiply alike.
+
+  Attributes:
+    layers: among all.
+    sites, stacks: of the run, stacked; stacks of quantized_once.of_layers.
+  """
+
+  spec: Any
+  consumer: Consumer
+  layers: slice
+  sites: Any
+  stacks: Mapping[str, Any]
+  context: transformer.LayerContext
+
+  @property
+  def xs(self):
+    """Of every layer its numbers, among all and in the run (slices of stacks would be copies), and
+    its sites."""
+    i = jnp.arange(self.layers.start, self.layers.stop)
+    return i, i - self.layers.start, self.sites
+
+  def known(self, of_layer, carry=None) -> _Known:
+    """Of a layer of `xs`."""
+    i, n, sites = of_layer
+    operands = quantized_once.layer(self.stacks, n)
+    return _Known(self.consumer.layer_params(i, carry), operands, sites, i, self.context)
+
+  def others(self, known: _Known, carry):
+    """(sinks, taps): what a layer is differentiated by beside its input."""
+    return self.consumer.sinks(known.params, of_layers, carry), site_tree.taps(known.sites)
+
+  def apply(self, known: _Known, x_BLD, sinks, taps):
+    """((the residual stream after a layer, its losses), Aux), to be differentiated."""
+    cfg, run = self.spec.model, self.spec.run
+    weights = self.consumer.paired(known.params, sinks, of_layers, known.i)
+    of_layer = (quantized_once.attached(weights, known.operands),
+                site_tree.with_taps(known.sites, taps))  # fmt: skip
+    layer = functools.partial(transformer.layer, cfg=cfg, run=run)
+    if run.remat != "full":  # which the loops are themselves
+      layer = transformer.remat(layer, run)
+    x_BLD, aux = layer(x_BLD, of_layer, known.context)
+    return (x_BLD, aux.losses), aux
+
+  def halves(self, x_BLD, unread) -> halves.Halves | None:
+    """Of a layer; None where its backward pass computes it again from its input.
+
+    Args:
+      unread: the shapes of a carry.
+    """
+    if self.spec.run.remat == "full":
+      return None
+    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.xs)
+    known = jax.eval_shape(self.known, first)
+    return halves.halves(self.apply, known, x_BLD, *jax.eval_shape(self.others, known, unread))
+
+
+def _loops(spec, sites, made, context, consumer: Consumer) -> list[_Loop]:
+  runs, empty = list(transformer.runs(sites)), {}
+  return [
+    _Loop(spec, consumer, layers, of_run, stacks, context)
+    for (layers, of_run), stacks in zip(runs, made or [empty] * len(runs), strict=True)
+  ]
+
+
+def _forward(loops: list[_Loop], x_BLD, unread):
+  """(the residual stream after all layers, of every run (its halves, what its layers save), Aux).
+
+  Args:
+    unread: the shapes of a carry.
+  """
+  saved, total = [], Aux()
+
+  def again(loop: _Loop, x_BLD, of_layer):
+    """Saves the input."""
+    cfg, run = loop.spec.model, loop.spec.run
+    known = loop.known(of_layer)
+    read = quantized_once.read(known.params, known.operands)
     layer_inputs = residuals.compress(x_BLD, run.residuals.layer_inputs)
-    x_BLD, aux = transformer.layer(x_BLD, of_layer, context, cfg, run)
+    x_BLD, aux = transformer.layer(x_BLD, (read, known.sites), known.context, cfg, run)
     return x_BLD, (layer_inputs, aux)
 
-  for number, (run_, of_run) in enumerate(transformer.runs(sites)):
-    stacks = made[number] if made else {}
-    x_BLD, (layer_inputs, aux) = jax.lax.scan(
-      functools.partial(forward, stacks), x_BLD, (*_numbers(run_), of_run)
-    )
-    inputs.append(layer_inputs)
+  def once(loop: _Loop, of_loop: halves.Halves, x_BLD, of_layer):
+    known = loop.known(of_layer)
+    carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), unread)
+    (x_BLD, _), aux, kept = of_loop.forward(known, x_BLD, *loop.others(known, carry))
+    return x_BLD, (kept, aux)
+
+  for loop in loops:
+    of_loop = loop.halves(x_BLD, unread)
+    step = functools.partial(*((again, loop) if of_loop is None else (once, loop, of_loop)))
+    x_BLD, (kept, aux) = jax.lax.scan(step, x_BLD, loop.xs)
+    saved.append((of_loop, kept))
     total += aux.sum()
-  return x_BLD, inputs, total
+  return x_BLD, saved, total
 
 
-def _numbers(run_: slice):
-  """Those of the layers of a run, among all and in the run. Slices of stacks would be copies."""
-  return jnp.arange(run_.start, run_.stop), jnp.arange(run_.stop - run_.start)
-
-
-def _backward(spec, g_BLD, g_aux, consumer: Consumer, carry, sites, saved, batch):
+def _backward(loops: list[_Loop], g_BLD, g_aux, carry, saved):
   """(gradient of the first layer's input, carry, tensor statistics: one tree per run of layers).
 
   Args:
     g_aux: the gradient of every aux loss.
-    saved: by run of layers their inputs, and their weights that are quantized once.
+    saved: of `_forward`.
   """
-  cfg, run, stats = spec.model, spec.run, []
-  context = transformer.layer_context(batch, cfg, run)
+  stats = []
 
-  def backward(stacks, carry, xs):
+  def backward(loop: _Loop, of_loop: halves.Halves | None, carry, xs):
     g_BLD, carry = carry
-    i, n, layer_inputs, s = xs
-    p, operands = consumer.layer_params(i, carry), quantized_once.layer(stacks, n)
-
-    def again(x_BLD, sinks, taps):
-      weights = quantized_once.attached(consumer.paired(p, sinks, of_layers, i), operands)
-      x_BLD, aux = transformer.layer(
-        x_BLD, (weights, site_tree.with_taps(s, taps)), context, cfg, run
-      )
-      return x_BLD, aux.losses
-
-    # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
-    with jax.named_scope("rematted_computation"):
-      (_, losses), pull = jax.vjp(
-        again, residuals.decompress(layer_inputs, run.dtype), consumer.sinks(p, of_layers, carry),
-        site_tree.taps(s),
-      )  # fmt: skip
-    g_BLD, gradient, stats = pull((g_BLD, {name: g_aux for name in losses}))
+    of_layer, kept = xs
+    known = loop.known(of_layer, carry)
+    others = loop.others(known, carry)
+    if of_loop is not None:
+      pull, names = of_loop.derivative(known, kept, *others), of_loop.results
+      names = jax.tree.unflatten(names, range(names.num_leaves))[0][1]
+    else:
+      x_BLD = residuals.decompress(kept, loop.spec.run.dtype)
+      # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
+      with jax.named_scope("rematted_computation"):
+        (_, names), pull, _ = jax.vjp(
+          functools.partial(loop.apply, known), x_BLD, *others, has_aux=True
+        )
+    g_BLD, gradient, stats = pull((g_BLD, {name: g_aux for name in names}))
     # As one array: each of many would be written to a stack of its own.
-    return (g_BLD, consumer.layer(i, gradient, stats, carry)), ravel_pytree(stats)[0]
+    carry = loop.consumer.layer(known.i, gradient, stats, carry)
+    return (g_BLD, carry), ravel_pytree(stats)[0]
 
-  runs = list(zip(transformer.runs(sites), *saved, strict=True))
-  for (run_, of_run), inputs, stacks in reversed(runs):
-    step, xs = functools.partial(backward, stacks), (*_numbers(run_), inputs, of_run)
-    (g_BLD, carry), layer_stats = jax.lax.scan(step, (g_BLD, carry), xs, reverse=True)
-    one = jax.tree.map(lambda tap: tap[0], site_tree.taps(of_run))
+  for loop, (of_loop, kept) in zip(reversed(loops), reversed(saved), strict=True):
+    step = functools.partial(backward, loop, of_loop)
+    (g_BLD, carry), layer_stats = jax.lax.scan(step, (g_BLD, carry), (loop.xs, kept), reverse=True)
+    one = jax.tree.map(lambda tap: tap[0], site_tree.taps(loop.sites))
     stats.append(jax.vmap(ravel_pytree(one)[1])(layer_stats))
   return g_BLD, carry, tuple(reversed(stats))

@@ -135,7 +135,6 @@ def test_gradients_of_all_layers_exist_once(monkeypatch):
 
 WITHOUT = {
   "one batch": {"grad_accum_steps": 1},
-  "outputs of linear layers saved": {"memory.remat_policy": "linears"},
   "gradients in 16 bits": {"optim.grad_format": "bf16_sr"},
   "a loss scale": {"loss_scale.kind": "dynamic", "precision.compute_dtype": "float16"},
   "an invariant pass": {"precision.invariant": True, "global_batch": 3,

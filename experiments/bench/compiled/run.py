@@ -42,12 +42,16 @@ LAYERS = (2, 4)
 # No other loop runs five times.
 _SHORT = {"seq_len": 8192, "grad_accum_steps": 5, "global_batch": 5, "mesh.fsdp": 1}
 _ONCE = {"memory.weight_operands": "per_step"}
+_SAVED = {"memory.remat_policy": "none"}
 # Of h200:1 8,192 tokens in each of five microbatches; of h200:8 the configuration as it is.
 ARMS = {
   "bf16": ("bf16", {}),
   "block_128_pow2": ("", {}),
   "block_128_pow2, once": ("", _ONCE),
   "block_128_pow2, once, 16-bit masters": ("", _ONCE | {"optim.master_format": "bf16_remainder"}),
+  "bf16, saved": ("bf16", _SAVED),
+  "block_128_pow2, saved": ("", _SAVED),
+  "block_128_pow2, once, saved": ("", _ONCE | _SAVED),
   "block_128_pow2, once, 8 in flight": ("", _ONCE | {"mesh.collectives_in_flight": 8}),
 }
 _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "while",
