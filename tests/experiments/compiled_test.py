@@ -18,6 +18,12 @@ TEXT = """HloModule step
   ROOT %put = f32[3,4,8] dynamic-update-slice(%p0, %new, %p2, %p2, %p2)
 }
 
+%fused_take (p3: f32[3,4,8], p4: s32[]) -> f32[1,4,8] {
+  %p3 = f32[3,4,8] parameter(0)
+  %p4 = s32[] parameter(1)
+  ROOT %taken = f32[1,4,8] dynamic-slice(%p3, %p4, %p4, %p4), dynamic_slice_sizes={1,4,8}
+}
+
 %layer (t0: (f32[3,4,8], f32[4,8])) -> (f32[3,4,8], f32[4,8]) {
   %t0 = (f32[3,4,8], f32[4,8]) parameter(0)
   %stack = f32[3,4,8] get-tuple-element(%t0), index=0
@@ -28,6 +34,7 @@ TEXT = """HloModule step
   %g = f32[4,8] get-tuple-element(%mm), index=0
   %n = s32[2] constant({1, 0})
   %into = f32[3,4,8] custom-call(%x, %n, %stack), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/mlp/up:wgrad/scaled_matmul/mpmd_map"}
+  %fusion.2 = f32[1,4,8] fusion(%stack, %i), kind=kLoop, calls=%fused_take
   %fusion.1 = f32[3,4,8] fusion(%stack, %g, %i), kind=kLoop, calls=%fused_add
   ROOT %t1 = (f32[3,4,8], f32[4,8]) tuple(%fusion.1, %x)
 }
@@ -59,8 +66,9 @@ def test_launches_and_bytes_are_counted_by_hand():
   kernel = {"launches": 3, "quantizations": 3, "bytes": 3 * (128 + 32 + 16)}
   # A product beside one that is added to a layer of a stack, two of whose numbers are 8 bytes.
   product = {"launches": 6, "quantizations": 0, "bytes": 3 * (3 * 128) + 3 * (3 * 128 + 8)}
-  # What was there, what is added, what is written; and the number of the layer.
-  added = {"launches": 3, "quantizations": 0, "bytes": 3 * (3 * 128 + 4)}
+  # What was there, what is added, what is written, and the number of the layer; a layer read,
+  # written, and its number.
+  added = {"launches": 6, "quantizations": 0, "bytes": 3 * (3 * 128 + 4) + 3 * (2 * 128 + 4)}
   assert found["microbatch"] == {"quantize": kernel, "product": product, "other": added}
   assert found["step"] == {
     "collective": {"launches": 1, "quantizations": 0, "bytes": 0},

@@ -130,18 +130,21 @@ def _of_fusion(inside: dict[str, hlo.Instruction]) -> int:
       total += nbytes(one.shape)
   for i in inside.values():
     if i.opcode == "parameter":
-      users = [u for u in _users(inside, i.name) if not (i.name in in_place and u.name in updates)]
-      sliced = all(u.opcode in _READS for u in users)
-      total += sum(nbytes(u.shape) for u in users) if sliced else nbytes(i.shape)
+      users = [(u, where) for u, where in _users(inside, i.name)
+               if not (i.name in in_place and u.name in updates)]  # fmt: skip
+      # Where a slice begins is no array that it is taken of.
+      sliced = all(u.opcode in _READS and where == 0 for u, where in users)
+      total += sum(nbytes(u.shape) for u, _ in users) if sliced else nbytes(i.shape)
   return total
 
 
-def _users(inside, name: str) -> list[hlo.Instruction]:
-  """The instructions that read an array, also behind bitcasts of it."""
+def _users(inside, name: str) -> list[tuple[hlo.Instruction, int]]:
+  """The instructions that read an array, also behind bitcasts of it, and as which operand."""
   found = []
   for user in inside.values():
     if name in user.operands:
-      found += _users(inside, user.name) if user.opcode == "bitcast" else [user]
+      own = [(user, user.operands.index(name))]
+      found += _users(inside, user.name) if user.opcode == "bitcast" else own
   return found
 
 
