@@ -22,37 +22,42 @@ HEAD = ("head", "bf16")
 # By the length of windows: loud steps compile three times as long.
 STATISTICS = {64: tensor_stats.QUIET, 128: tensor_stats.QUIET, 32: tensor_stats.LOUD}
 BLOCKS = {"precision.rules": (HEAD, ("layers/.*/down", "bf16"), ("layers/.*", "block_128"))}
+SAVED = {"memory.remat_policy": "none"}
+LINEARS = {"memory.remat_policy": "linears"}
 # Changes, mesh, and how often kernels read a layer's weight in its stack: those of six sites,
-# forward, forward again, for the data gradient; or once in both orientations.
+# forward, forward again if it is, for the data gradient; or once in both orientations.
 CASES = {
   "two runs of layers, tied, compressed inputs": (
     BLOCKS | {"precision.first_bf16": 1, "memory.save_layer_inputs": "e4m3_16",
               "model.tie_embeddings": True}, None, 18),
   "16-bit masters, a head of its own, operands made once": (
-    BLOCKS | {"optim.master_format": "bf16_remainder", "model.tie_embeddings": False,
-              "memory.weight_operands": "per_step"}, None, 12),
-  "adapters": (BLOCKS | {"model.lora.rank": 4, "model.lora.base": "bf16", "model.num_layers": 2},
-               None, 0),
+    BLOCKS | SAVED | {"optim.master_format": "bf16_remainder", "model.tie_embeddings": False,
+                      "memory.weight_operands": "per_step", "memory.save_gate_up": "e4m3_16"},
+    None, 12),
+  "adapters": (BLOCKS | LINEARS | {"model.lora.rank": 4, "model.lora.base": "bf16",
+                                   "model.num_layers": 2}, None, 0),
 }  # fmt: skip
 SLOW = {
   "a mesh, 16-bit masters, operands made once": (
     BLOCKS | {"global_batch": 24, "model.hidden_size": 256, "optim.master_format": "bf16_remainder",
-              "memory.weight_operands": "per_step"}, (2, 2, 2), 12),
+              "memory.weight_operands": "per_step", "memory.remat_policy": "operands",
+              "memory.save_gemm_inputs": "quantized"}, (2, 2, 2), 12),
   "wires of 16 bits, compressed inputs, shards of whole tiles and of parts of tiles": (
     BLOCKS | {"global_batch": 24, "model.hidden_size": 256, "model.intermediate_size": 576,
               "optim.grad_wire": "bf16", "memory.save_layer_inputs": "bf16"}, (2, 2, 1), 18),
-  "every statistic": (BLOCKS | {"seq_len": 32}, None, 18),
-  "masters in 16 bits": (BLOCKS | {"optim.master_format": "bf16_sr"}, None, 0),
+  "every statistic": (BLOCKS | SAVED | {"seq_len": 32}, None, 12),
+  "masters in 16 bits": (BLOCKS | LINEARS | {"optim.master_format": "bf16_sr"}, None, 0),
   "a base in codes, operands made once": (
-    BLOCKS | {"model.lora.rank": 4, "model.lora.base": "block_fp8", "memory.weight_operands":
-              "per_step", "model.num_layers": 2}, None, 0),
+    BLOCKS | SAVED | {"model.lora.rank": 4, "model.lora.base": "block_fp8",
+                      "memory.weight_operands": "per_step", "model.num_layers": 2}, None, 0),
   "one scale per tensor": (
     {"precision.rules": (HEAD, ("layers/.*", "tensor_current"))}, None, 21),
   "random bits, masks": (
-    {"precision.rules": (HEAD, ("layers/1/.*", "fp4_dge"), ("layers/.*", "nvfp4_sr")),
-     "seq_len": 128}, None, None),
+    SAVED | {"precision.rules": (HEAD, ("layers/1/.*", "fp4_dge"), ("layers/.*", "nvfp4_sr")),
+             "seq_len": 128}, None, None),
   "adapters on a mesh": (
-    BLOCKS | {"model.lora.rank": 4, "model.lora.base": "bf16", "global_batch": 24}, (2, 2, 1), 0),
+    BLOCKS | SAVED | {"model.lora.rank": 4, "model.lora.base": "bf16", "global_batch": 24},
+    (2, 2, 1), 0),
   "unit scaling, a width of its own": (
     {"precision.rules": (("head", "unit_head"), (".*", "unit_scaling")), "model.init_std": 1.0,
      "model.unit_scaling": "all", "model.residual_tau": 0.36, "model.tie_embeddings": False,
