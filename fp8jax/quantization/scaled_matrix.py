@@ -121,5 +121,6 @@ class Entry:
 
   def plus(self, x):
     """The stack, an array, with x added to this entry."""
-    total = self.take() + x
+    # Else XLA lets cuBLASLt add: it copies the entry out, and what it gets back into the stack.
+    total = self.take() + jax.lax.optimization_barrier(x)
     return jax.lax.dynamic_update_index_in_dim(self.stack, total, self.index, 0)
