@@ -121,6 +121,8 @@ class Entry:
 
   def plus(self, x):
     """The stack, an array, with x added to this entry."""
-    # Else XLA lets cuBLASLt add: it copies the entry out, and what it gets back into the stack.
-    total = self.take() + jax.lax.optimization_barrier(x)
-    return jax.lax.dynamic_update_index_in_dim(self.stack, total, self.index, 0)
+    # The entry is read when x is there. Else XLA lets cuBLASLt add: it copies the entry out, and
+    # what it gets back into the stack.
+    index, x = jax.lax.optimization_barrier((self.index, x))
+    total = Entry(self.stack, index).take() + x
+    return jax.lax.dynamic_update_index_in_dim(self.stack, total, index, 0)

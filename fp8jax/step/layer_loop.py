@@ -122,14 +122,12 @@ class _Known(NamedTuple):
     operands: of weights that are quantized once per step.
     sites: of the layer.
     i: its number among all layers.
-    context: of every layer.
   """
 
   params: Any
   operands: dict[str, Any]
   sites: Any
   i: jax.Array
-  context: transformer.LayerContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,13 +157,13 @@ class _Loop:
     """Of a layer of `xs`."""
     i, n, sites = of_layer
     operands = quantized_once.layer(self.stacks, n)
-    return _Known(self.consumer.layer_params(i, carry), operands, sites, i, self.context)
+    return _Known(self.consumer.layer_params(i, carry), operands, sites, i)
 
   def others(self, known: _Known, carry):
     """(sinks, taps): what a layer is differentiated by beside its input."""
     return self.consumer.sinks(known.params, of_layers, carry), site_tree.taps(known.sites)
 
-  def apply(self, known: _Known, x_BLD, sinks, taps):
+  def apply(self, context: transformer.LayerContext, known: _Known, x_BLD, sinks, taps):
     """((the residual stream after a layer, its losses), Aux), to be differentiated."""
     cfg, run = self.spec.model, self.spec.run
     weights = self.consumer.paired(known.params, sinks, of_layers, known.i)
@@ -174,7 +172,7 @@ class _Loop:
     layer = functools.partial(transformer.layer, cfg=cfg, run=run)
     if run.remat != "full":  # which the loops are themselves
       layer = transformer.remat(layer, run)
-    x_BLD, aux = layer(x_BLD, of_layer, known.context)
+    x_BLD, aux = layer(x_BLD, of_layer, context)
     return (x_BLD, aux.losses), aux
 
   def halves(self, x_BLD, unread) -> halves.Halves | None:
@@ -187,7 +185,8 @@ class _Loop:
       return None
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.xs)
     known = jax.eval_shape(self.known, first)
-    return halves.halves(self.apply, known, x_BLD, *jax.eval_shape(self.others, known, unread))
+    others = jax.eval_shape(self.others, known, unread)
+    return halves.halves(self.apply, self.context, known, x_BLD, *others)
 
 
 def _loops(spec, sites, made, context, consumer: Consumer) -> list[_Loop]:
@@ -212,13 +211,14 @@ def _forward(loops: list[_Loop], x_BLD, unread):
     known = loop.known(of_layer)
     read = quantized_once.read(known.params, known.operands)
     layer_inputs = residuals.compress(x_BLD, run.residuals.layer_inputs)
-    x_BLD, aux = transformer.layer(x_BLD, (read, known.sites), known.context, cfg, run)
+    x_BLD, aux = transformer.layer(x_BLD, (read, known.sites), loop.context, cfg, run)
     return x_BLD, (layer_inputs, aux)
 
   def once(loop: _Loop, of_loop: halves.Halves, x_BLD, of_layer):
     known = loop.known(of_layer)
     carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), unread)
-    (x_BLD, _), aux, kept = of_loop.forward(known, x_BLD, *loop.others(known, carry))
+    others = loop.others(known, carry)
+    (x_BLD, _), aux, kept = of_loop.forward(loop.context, known, x_BLD, *others)
     return x_BLD, (kept, aux)
 
   for loop in loops:
@@ -245,14 +245,14 @@ def _backward(loops: list[_Loop], g_BLD, g_aux, carry, saved):
     known = loop.known(of_layer, carry)
     others = loop.others(known, carry)
     if of_loop is not None:
-      pull, names = of_loop.derivative(known, kept, *others), of_loop.results
+      pull, names = of_loop.derivative(loop.context, known, kept, *others), of_loop.results
       names = jax.tree.unflatten(names, range(names.num_leaves))[0][1]
     else:
       x_BLD = residuals.decompress(kept, loop.spec.run.dtype)
       # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
       with jax.named_scope("rematted_computation"):
         (_, names), pull, _ = jax.vjp(
-          functools.partial(loop.apply, known), x_BLD, *others, has_aux=True
+          functools.partial(loop.apply, loop.context, known), x_BLD, *others, has_aux=True
         )
     g_BLD, gradient, stats = pull((g_BLD, {name: g_aux for name in names}))
     # As one array: each of many would be written to a stack of its own.
