@@ -121,8 +121,9 @@ class Entry:
 
   def plus(self, x):
     """The stack, an array, with x added to this entry."""
-    # The entry is read when x is there. Else XLA lets cuBLASLt add: it copies the entry out, and
-    # what it gets back into the stack.
+    # The entry is read when x is there, and by the number that it is written by. Else XLA copies it
+    # out of the stack first, or cuBLASLt adds and what it gives is copied into the stack.
     index, x = jax.lax.optimization_barrier((self.index, x))
-    total = Entry(self.stack, index).take() + x
-    return jax.lax.dynamic_update_index_in_dim(self.stack, total, index, 0)
+    first, plain = (index, *[0] * x.ndim), {"allow_negative_indices": False}
+    total = jax.lax.dynamic_slice(self.stack, first, (1, *x.shape), **plain) + x
+    return jax.lax.dynamic_update_slice(self.stack, total, first, **plain)

@@ -190,7 +190,7 @@ class _Sums:
       if place is not None:
         of_layer = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
         g = jax.lax.with_sharding_constraint(g, of_layer)
-      return jax.lax.dynamic_update_index_in_dim(total, total[i] + g, i, 0)
+      return Entry(total, i).plus(g)
 
     places = () if self._places is None else (self._places["layers"],)
     joined = layer_loop.of_layers(self._trees[-1])
