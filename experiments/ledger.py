@@ -129,18 +129,44 @@ def _what_differs(one: Sequence[str], other: Sequence[str]) -> str:
   return ", ".join(f"{name} {a[:24]} and {b[:24]}" for name, a, b in parts if a != b)
 
 
-def _paired(shared: dict[tuple[str, ...], set[int]]) -> dict[int, tuple[str, ...]]:
-  """{seed: origin of its pair}: of the program that has the most; seeds may differ in the CPU."""
+def _paired(why: dict[tuple[tuple[str, ...], int], str]) -> dict[int, tuple[str, ...]]:
+  """{seed: origin of its pair}: of the program that has the most; seeds may differ in the CPU.
+
+  Args:
+    why: {(origin, seed) of both arms: why they are no pair, or ""}.
+  """
+  counts = collections.Counter(origin for origin, _ in why)
   by_program = collections.defaultdict(dict)
-  # The origin of most seeds first: it stands for the row.
-  for origin in sorted(shared, key=lambda o: (len(shared[o]), o), reverse=True):
-    of_program = by_program[origin[:_CPU] + origin[_CPU + 1 :]]
-    of_program.update({seed: origin for seed in shared[origin] - of_program.keys()})
+  # Pairs first, and the origin of most seeds, which then stands first in the row.
+  for origin, seed in sorted(why, key=lambda of: (not why[of], counts[of[0]], of), reverse=True):
+    by_program[origin[:_CPU] + origin[_CPU + 1 :]].setdefault(seed, origin)
   return max(by_program.items(), key=lambda item: (len(item[1]), item[0]))[1]
 
 
+def _left_out(name: str, by, others, paired, used) -> list[str]:
+  """Which runs of an arm stand in no pair, and why.
+
+  Args:
+    by, others: {origin: {seed: result}} of the arm, and of the other one.
+    paired: of `_paired`.
+    used: its origins, that of most pairs first.
+  """
+  elsewhere, notes = {seed for of in others.values() for seed in of}, []
+  for other in sorted(by.keys() - set(used)):
+    notes.append(f"{name}, {_named(by[other])}: not paired, {_what_differs(other, used[0])}")
+  for origin in used:
+    for seed in sorted(by.get(origin, {}).keys()):
+      if paired.get(seed) not in (origin, None):
+        notes.append(f"{name}, seed {seed}: not paired, run on {origin[_CPU]} too")
+      elif seed not in paired:
+        why = "arm's is of another origin" if seed in elsewhere else "arm has no such run"
+        notes.append(f"{name}, seed {seed}: the other {why}")
+  return notes
+
+
 def _named(seeds: Iterable[int]) -> str:
-  return "seeds " + ", ".join(map(str, sorted(seeds)))
+  seeds = sorted(seeds)
+  return "seed" + "s" * (len(seeds) > 1) + " " + ", ".join(map(str, seeds))
 
 
 def _unpaired(run: Result, base: Result, name: str, quantity: str) -> str:
@@ -154,11 +180,13 @@ def _unpaired(run: Result, base: Result, name: str, quantity: str) -> str:
 
 def floor(of: Index, group: str, quantity: str, origins) -> float | None:
   """Root mean square difference, percent, of twins from their own runs; None without any."""
-  found = []
+  by_seed = {}
   for origin in origins:
     own, twins = (_by_origin(of, group, is_twin).get(origin, {}) for is_twin in (False, True))
-    found += [percent(quantity, twins[s], own[s]) for s in sorted(own.keys() & twins.keys())
-              if own[s].status == "finished" and own[s].data == twins[s].data]  # fmt: skip
+    for s in sorted(own.keys() & twins.keys()):
+      if own[s].status == "finished" and own[s].data == twins[s].data:
+        by_seed.setdefault(s, percent(quantity, twins[s], own[s]))
+  found = by_seed.values()
   return math.sqrt(sum(x * x for x in found) / len(found)) if found else None
 
 
@@ -192,25 +220,27 @@ def row(system: design.System, comparison: design.Comparison, of: Index, rate=No
       return empty
     differs = _what_differs(next(iter(sorted(mine))), next(iter(sorted(base))))
     return dataclasses.replace(empty, verdict=f"refused: {differs or 'no seed in common'}")
-  paired = _paired(shared)
-  origin, *_ = used = tuple(dict.fromkeys(paired.values()))
-  notes = ["files were edited: the commit is not what ran"] * origin[0].endswith("+")
-  for name, by in ((comparison.candidate, mine), (comparison.baseline, base)):
-    for other in sorted(by.keys() - set(used)):
-      notes.append(f"{name}, {_named(by[other])}: not paired, {_what_differs(other, origin)}")
-    for seed in sorted({s for o in used for s in by.get(o, ())} - paired.keys()):
-      notes.append(f"{name}, seed {seed}: the other arm has no such run")
-  seeds = []
-  for seed, of_seed in sorted(paired.items()):
-    pair = mine[of_seed][seed], base[of_seed][seed]
-    why = _unpaired(*pair, comparison.baseline, comparison.quantity)
-    notes += [f"seed {seed}: {why}, not compared"] * bool(why)
-    seeds += [seed] * (not why)
+  why = {
+    (o, seed): _unpaired(
+      mine[o][seed], base[o][seed], comparison.baseline, comparison.quantity
+    )
+    for o, seeds in shared.items() for seed in seeds
+  }  # fmt: skip
+  paired = _paired(why)
+  used = tuple(o for o, _ in collections.Counter(paired.values()).most_common())
+  notes = ["files were edited: the commit is not what ran"] * used[0][0].endswith("+")
+  for name, by, others in ((comparison.candidate, mine, base), (comparison.baseline, base, mine)):
+    notes += _left_out(name, by, others, paired, used)
+  wrong = {seed: reason for seed, o in sorted(paired.items()) if (reason := why[o, seed])}
+  notes += [f"seed {seed}: {reason}, not compared" for seed, reason in wrong.items()]
+  seeds = sorted(paired.keys() - wrong)
   if not seeds:
     return dataclasses.replace(empty, verdict="no verdict: no pair", notes=(*notes,))
   for other in used[1:]:
     here = [seed for seed in seeds if paired[seed] == other]
-    notes += [f"{_named(here)}: pairs of another CPU, {other[_CPU]}"] * bool(here)
+    notes += [f"{_named(here)}: of another CPU, {other[_CPU]}"] * bool(here)
+  cpus = " and ".join(dict.fromkeys(o[_CPU] for o in used))
+  origin = (*used[0][:_CPU], cpus, *used[0][_CPU + 1 :])
   values = [percent(comparison.quantity, mine[paired[s]][s], base[paired[s]][s]) for s in seeds]
   count = len(system.comparisons) * max(len(system.rates), 1)
   found = statistics.estimate(values, count)

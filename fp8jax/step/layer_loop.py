@@ -115,7 +115,7 @@ def of_layers(tree):
 
 
 class _Known(NamedTuple):
-  """What the loops of both passes read of a layer.
+  """A layer, as the loops of both passes read it.
 
   Attributes:
     params: as the consumer has them.
@@ -185,8 +185,7 @@ class _Loop:
       return None
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.xs)
     known = jax.eval_shape(self.known, first)
-    others = jax.eval_shape(self.others, known, unread)
-    return halves.halves(self.apply, self.context, known, x_BLD, *others)
+    return halves.halves(self.apply, self.others, self.context, known, unread, x_BLD)
 
 
 def _loops(spec, sites, made, context, consumer: Consumer) -> list[_Loop]:
@@ -215,15 +214,14 @@ def _forward(loops: list[_Loop], x_BLD, unread):
     return x_BLD, (layer_inputs, aux)
 
   def once(loop: _Loop, of_loop: halves.Halves, x_BLD, of_layer):
-    known = loop.known(of_layer)
-    carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), unread)
-    others = loop.others(known, carry)
-    (x_BLD, _), aux, kept = of_loop.forward(loop.context, known, x_BLD, *others)
+    """Saves what the derivative reads."""
+    (x_BLD, _), aux, kept = of_loop.forward(loop.context, loop.known(of_layer), x_BLD)
     return x_BLD, (kept, aux)
 
   for loop in loops:
     of_loop = loop.halves(x_BLD, unread)
-    step = functools.partial(*((again, loop) if of_loop is None else (once, loop, of_loop)))
+    half = functools.partial(once, loop, of_loop)
+    step = functools.partial(again, loop) if of_loop is None else half
     x_BLD, (kept, aux) = jax.lax.scan(step, x_BLD, loop.xs)
     saved.append((of_loop, kept))
     total += aux.sum()
@@ -243,18 +241,17 @@ def _backward(loops: list[_Loop], g_BLD, g_aux, carry, saved):
     g_BLD, carry = carry
     of_layer, kept = xs
     known = loop.known(of_layer, carry)
-    others = loop.others(known, carry)
     if of_loop is not None:
-      pull, names = of_loop.derivative(loop.context, known, kept, *others), of_loop.results
-      names = jax.tree.unflatten(names, range(names.num_leaves))[0][1]
+      pull = of_loop.derivative(loop.context, known, carry, kept)
+      _, losses = jax.tree.unflatten(of_loop.value, [g_aux] * of_loop.value.num_leaves)
     else:
       x_BLD = residuals.decompress(kept, loop.spec.run.dtype)
       # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
       with jax.named_scope("rematted_computation"):
-        (_, names), pull, _ = jax.vjp(
-          functools.partial(loop.apply, loop.context, known), x_BLD, *others, has_aux=True
-        )
-    g_BLD, gradient, stats = pull((g_BLD, {name: g_aux for name in names}))
+        layer = functools.partial(loop.apply, loop.context, known)
+        others = loop.others(known, carry)
+        (_, losses), pull, _ = jax.vjp(layer, x_BLD, *others, has_aux=True)
+    g_BLD, gradient, stats = pull((g_BLD, {name: g_aux for name in losses}))
     # As one array: each of many would be written to a stack of its own.
     carry = loop.consumer.layer(known.i, gradient, stats, carry)
     return (g_BLD, carry), ravel_pytree(stats)[0]

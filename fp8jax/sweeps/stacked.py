@@ -232,12 +232,16 @@ def mapped_step(members: list[Member]):
   sites, schedules = spec.sites(), [schedule_lib.schedule(m.spec.optim) for m in members]
   keys = jnp.stack([jax.random.key(m.spec.seed) for m in members])
 
-  def one(state, batch, rate, key):
-    return train_step.take_step(spec, state, batch, sites, rate, key)
+  # A tap of its own for every trial: a site refuses to add up the observations of several.
+  taps = jax.tree.map(lambda x: jnp.zeros((len(members), *x.shape), x.dtype), site_tree.taps(sites))
+
+  def one(state, batch, rate, key, taps):
+    own = site_tree.with_taps(sites, taps)
+    return train_step.take_step(spec, state, batch, own, rate, key)
 
   def step(state, batch):
     # One step number per trial, and one learning rate: schedules are functions of numbers.
     rates = jnp.stack([schedule(state.step[i]) for i, schedule in enumerate(schedules)])
-    return jax.vmap(one)(state, batch, rates, keys)
+    return jax.vmap(one)(state, batch, rates, keys, taps)
 
   return jax.jit(step, donate_argnums=0, compiler_options=choose.compiler_options(spec.device))

@@ -92,10 +92,15 @@ KINDS = [k for k in workspace.KINDS if k not in (workspace.SAVED, workspace.ONCE
 # recipe, mesh, changes, and by hand: KINDS of the last layer, KINDS of the embedding
 BY_HAND = {
   # 512 tokens at a time; gate, up (read for both of their gradients), those, and their product's.
-  "two microbatches": ("bf16", None, {"grad_accum_steps": 2}, (
-    2 * (_GRADIENTS + _NORMS), 8 * _VOCABULARY, 0, 0, 512 * (2048 + 2 * 1024 + 5 * 128) * 4
+  "two microbatches under a loss scale": ("bf16", None, {
+    "grad_accum_steps": 2, "precision.compute_dtype": "float16", "loss_scale.kind": "dynamic",
+  }, (
+    2 * (_GRADIENTS + _NORMS), 8 * _VOCABULARY, 0, 0, 512 * (2048 + 2 * 1024 + 5 * 128) * 2
   ), (2 * (_GRADIENTS + _NORMS), 16 * _VOCABULARY)),
   # One stack: layers add to the sums.
+  "two microbatches": ("bf16", None, {"grad_accum_steps": 2}, (
+    _GRADIENTS + _NORMS, 8 * _VOCABULARY, 0, 0, 512 * (2048 + 2 * 1024 + 5 * 128) * 4
+  ), (_GRADIENTS + _NORMS, 16 * _VOCABULARY)),
   "the same, layers recomputed": (
     "bf16", None, {"grad_accum_steps": 2, "memory.remat_policy": "full"}, (
     _GRADIENTS + _NORMS, 8 * _VOCABULARY, 0, 0, 512 * (2 * 3072 + 5 * 128) * 4
@@ -227,7 +232,7 @@ def test_unknown_targets_are_refused():
 
 def test_a_target_without_a_number_is_one_device(monkeypatch):
   asked = []
-  monkeypatch.setattr(aot, "_devices", lambda *of: asked.append(of) or jax.devices()[: of[1]])
+  monkeypatch.setattr(aot, "devices_of", lambda *of: asked.append(of) or jax.devices()[: of[1]])
   for target in ("h100", "h200:2", "b200:1"):
     _, devices = aot.resolve(harness.tiny_config("bf16", **{"mesh.fsdp": -1}), target)
     assert len(devices) == asked[-1][1]

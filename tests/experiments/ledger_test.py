@@ -115,14 +115,41 @@ def test_runs_of_another_origin_are_refused_by_name(name):
   again = result_of(system, 0, 2, found[4].losses, **{name: "other"})
   row = row_of(system, [*found[:4], moved[5], again])
   if name == "cpu":  # a pair of its own, whose arms have one CPU
-    assert row == dataclasses.replace(
-      row_of(system, found), notes=("seeds 2: pairs of another CPU, other",)
-    )
+    both = tuple({**ORIGIN, "cpu": f"{ORIGIN['cpu']} and other"}.values())
+    note = ("seed 2: of another CPU, other",)
+    assert row == dataclasses.replace(row_of(system, found), notes=note, origin=both)
     return
   assert row.seeds == (0, 1)
   assert row.notes == tuple(
-    f"{arm}, seeds 2: not paired, {name} other and {ORIGIN[name]}" for arm in ("x", "bf16")
+    f"{arm}, seed 2: not paired, {name} other and {ORIGIN[name]}" for arm in ("x", "bf16")
   )
+
+
+def test_seeds_on_several_cpus_are_paired_within_each():
+  """Seed 0 ran on one CPU, seed 1 on both, seed 2 on another: of seed 3 the arms have none."""
+  system = system_of("higher")
+  found, expected = pairs_of(system, 4)
+  a, b = ({**ORIGIN, "cpu": cpu} for cpu in "AB")
+  on = lambda result, origin: dataclasses.replace(result, origin=origin)  # noqa: E731
+  moved = [on(r, o) for r, o in zip(found, (a, a, a, a, b, b, a, b), strict=True)]
+  again = dataclasses.replace(found[3], origin=b, losses=tuple(2 * x for x in found[3].losses))
+  row = row_of(system, [*moved, again, on(found[2], b)])
+  assert row.seeds == (0, 1, 2) and row.origin == tuple({**ORIGIN, "cpu": "B and A"}.values())
+  assert row.effect != pytest.approx(np.mean(expected[:3]))  # of seed 1 as it ran on B
+  # Without a loss of its own on B, seed 1's pair is that of A.
+  other = dataclasses.replace(again, data="others")
+  row = row_of(system, [*moved, other, on(found[2], b)])
+  assert row.effect == pytest.approx(np.mean(expected[:3]), rel=1e-12)
+  assert row.notes == (
+    "x, seed 1: not paired, run on B too", "x, seed 3: the other arm's is of another origin",
+    "bf16, seed 3: the other arm's is of another origin", "bf16, seed 1: not paired, run on B too",
+    "seed 2: of another CPU, B",
+  )  # fmt: skip
+  # A twin counts once, with the run of its CPU.
+  twins = [result_of(system, 1, 1, [f * x for x in r.losses], twin=True, **{"cpu": o["cpu"]})
+           for f, r, o in ((1.003, found[3], a), (1.9, again, b))]  # fmt: skip
+  row = row_of(system, [*moved, *twins, other])
+  assert row.floor == pytest.approx(0.3, rel=1e-9)
 
 
 def test_illustrations_and_divergences_are_labelled():

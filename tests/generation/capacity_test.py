@@ -161,7 +161,7 @@ def test_the_job_prints_a_row_per_format_and_that_nothing_was_compiled(capsys, m
   def missing(name, count):
     raise UserError(f"--topology={name}:{count} needs XLA for CUDA")
 
-  monkeypatch.setattr(aot, "_devices", missing)
+  monkeypatch.setattr(aot, "devices_of", missing)
   found = dispatch.call("plan_inference", c, base.get_config(), "", topology="h100:2")
   said = capsys.readouterr().err
   assert [row["format"] for row in found["rows"]] == ["configured", "w4a16", "mxfp4_ste"]

@@ -110,7 +110,7 @@ def test_settings_that_cannot_train_a_reward_head_are_refused(files, changes, sa
 
 @pytest.mark.slow
 def test_a_reward_head_has_the_losses_of_its_weights_however_a_step_makes_them(files, tmp_path):
-  """Quantized once or by each product; microbatches summed in place or, without remat, after."""
+  """Quantized once or by each product; layers computed again or saved."""
   changes = {"steps": 3, "grad_accum_steps": 2, "kernels.matmul": "reference"}
   found = []
   for n, (form, remat) in enumerate((("per_step", "full"), ("per_product", "full"),

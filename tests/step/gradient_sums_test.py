@@ -34,6 +34,9 @@ CASES = {
     BLOCKS | SAVED | {"optim.master_format": "bf16_remainder", "model.tie_embeddings": False,
                       "memory.weight_operands": "per_step", "memory.save_gate_up": "e4m3_16"},
     None, 12),
+  "two runs of layers, operands saved": (
+    BLOCKS | {"precision.first_bf16": 1, "memory.remat_policy": "operands",
+              "memory.save_gemm_inputs": "quantized"}, None, 12),
   "adapters": (BLOCKS | LINEARS | {"model.lora.rank": 4, "model.lora.base": "bf16",
                                    "model.num_layers": 2}, None, 0),
 }  # fmt: skip
@@ -126,9 +129,13 @@ def test_loss_sums_and_observations_are_those_of_autodiff_to_the_bit(
   harness.assert_trees_equal(found, wanted)
 
 
-def test_gradients_of_all_layers_exist_once(monkeypatch):
+@pytest.mark.parametrize("policy", [
+  "none", pytest.param("linears", marks=pytest.mark.slow),
+  pytest.param("full", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_gradients_of_all_layers_exist_once(policy, monkeypatch):
   """What XLA assigns falls by the stack that autodiff's gradients take, and by nothing else."""
-  spec = spec_of({"model.num_layers": 12, "global_batch": 3})
+  spec = spec_of({"model.num_layers": 12, "global_batch": 3, "memory.remat_policy": policy})
   sizes = {}
   for in_place in (True, False):
     monkeypatch.setattr(gradients, "adds_in_place", lambda spec, is_on=in_place: is_on)

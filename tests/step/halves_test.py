@@ -3,8 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fp8jax.step import halves
+
+
+def halved(function, shared, known, x, *others):
+  """Halves with others that are read again, of a later that nothing reads."""
+  return halves.halves(function, lambda known, later: known[1], shared, (known, others), (), x)
 
 
 def test_the_second_half_reads_again_what_both_know_and_saves_the_rest_once():
@@ -12,13 +18,13 @@ def test_the_second_half_reads_again_what_both_know_and_saves_the_rest_once():
 
   def function(_, known, x, w):
     inner = jnp.sin(x)
-    return known["k"] ** 2 * inner * w, {"sum": inner.sum()}
+    return known[0]["k"] ** 2 * inner * w, {"sum": inner.sum()}
 
   rng = np.random.default_rng(0)
   k, x, w, g, other_k, other_w = rng.normal(size=(6, 3, 5)).astype(np.float32)
   known = {"k": jnp.asarray(k), "number": jnp.int32(7)}
-  made = halves.halves(function, {}, known, jax.ShapeDtypeStruct(x.shape, x.dtype), w)
-  value, aux, saved = jax.jit(made.forward)({}, known, x, w)
+  made = halved(function, {}, known, jax.ShapeDtypeStruct(x.shape, x.dtype), w)
+  value, aux, saved = jax.jit(made.forward)({}, (known, (w,)), x)
   np.testing.assert_allclose(value, k.astype(float) ** 2 * np.sin(x) * w, rtol=2e-6)
   np.testing.assert_allclose(aux["sum"], np.sin(x.astype(float)).sum(), rtol=2e-6)
   # Neither k nor w: sin x, its slope, and the square of k, which nobody else computes.
@@ -27,7 +33,7 @@ def test_the_second_half_reads_again_what_both_know_and_saves_the_rest_once():
 
   @jax.jit
   def second(known, saved, w, g):
-    return made.derivative({}, known, saved, w)(g)
+    return made.derivative({}, (known, (w,)), (), saved)(g)
 
   known = {"k": jnp.asarray(other_k), "number": jnp.int32(7)}
   dx, dw = second(known, saved, other_w, g)
@@ -36,40 +42,58 @@ def test_the_second_half_reads_again_what_both_know_and_saves_the_rest_once():
   np.testing.assert_allclose(dw, g * square * np.sin(x), rtol=4e-6)
 
 
+@jax.custom_vjp
+def added(w, x, total):
+  """w x, whose gradient by `total` is the total and x g: a sum where it lies."""
+  del total
+  return w * x
+
+
+def _forward(w, x, total):
+  return w * x, (w, x * x, w, total, jnp.float32(3))
+
+
+def _backward(kept, g):
+  w, square, again, total, three = kept
+  return None, g * square * w * again * three, total + g
+
+
+added.defvjp(_forward, _backward)
+
+
 def test_a_rule_of_its_own_keeps_what_is_known_out_of_what_is_saved():
-  """What a custom derivative keeps, among it an input that both know, twice, and a constant."""
-
-  @jax.custom_vjp
-  def scaled(w, x):
-    return 2 * x + 0 * w
-
-  def forward(w, x):
-    return scaled(w, x), (w, x * x, w, jnp.float32(3))
-
-  def backward(kept, g):
-    w, square, again, three = kept
-    return None, g * square * w * again * three
-
-  scaled.defvjp(forward, backward)
-  function = lambda _, known, x: (scaled(known, x), None)  # noqa: E731
-  w, x = jnp.arange(1.0, 4.0), jnp.array([0.5, -1.0, 2.0])
-  made = halves.halves(function, (), w, x)
-  _, _, saved = made.forward((), w, x)
+  """What a custom derivative keeps: among it what both know, twice, a sum of later, a constant."""
+  function = lambda _, known, x, total: (added(known, x, total), None)  # noqa: E731
+  w, x, sums = jnp.arange(1.0, 4.0), jnp.array([0.5, -1.0, 2.0]), jnp.array([7.0, 8.0, 9.0])
+  made = halves.halves(function, lambda known, later: (later,), (), w, sums, x)
+  value, _, saved = made.forward((), w, x)
+  assert np.array_equal(value, w * x)
   assert len(saved) == 1 and np.array_equal(saved[0], x * x)
-  (dx,) = made.derivative((), 10 * w, saved)(jnp.ones(3))
+  dx, total = made.derivative((), 10 * w, sums, saved)(jnp.ones(3))
   np.testing.assert_allclose(dx, 300 * x * x * w * w, rtol=1e-6)
+  assert np.array_equal(total, sums + 1)
+
+
+@pytest.mark.parametrize("wrong", [
+  lambda known, x, total: added(known, x, total) + total,  # the value
+  lambda known, x, total: added(known, x, 2 * total),  # what is kept of it
+])  # fmt: skip
+def test_a_forward_pass_that_reads_what_comes_later_is_refused(wrong):
+  function = lambda _, known, x, total: (wrong(known, x, total), None)  # noqa: E731
+  with pytest.raises(ValueError, match=r"computes float32\[3\] from what comes later"):
+    halves.halves(function, lambda known, later: (later,), (), *jnp.ones((3, 3)))
 
 
 def test_what_follows_from_what_all_share_is_computed_again():
   """Of y = cos(3 a) (k x) + sin x, of which all share a, only the cosine of x is saved."""
 
   def function(shared, known, x):
-    return jnp.cos(3 * shared["a"]) * (known * x) + jnp.sin(x), None
+    return jnp.cos(3 * shared["a"]) * (known[0] * x) + jnp.sin(x), None
 
   a, x, k = jnp.array([0.1, 0.4, 2.0]), jnp.array([1.0, 2.0, -1.0]), jnp.float32(5)
   shared = {"a": a, "unread": jnp.ones(7)}
-  made = halves.halves(function, shared, k, x)
-  _, _, saved = made.forward(shared, k, x)
+  made = halved(function, shared, k, x)
+  _, _, saved = made.forward(shared, (k, ()), x)
   assert len(saved) == 1 and np.allclose(saved[0], np.cos(x), rtol=1e-6)
-  (dx,) = made.derivative({**shared, "a": 2 * a}, k, saved)(jnp.ones(3))
+  (dx,) = made.derivative({**shared, "a": 2 * a}, (k, ()), (), saved)(jnp.ones(3))
   np.testing.assert_allclose(dx, 5 * np.cos(6 * np.float64(a)) + np.cos(np.float64(x)), rtol=4e-6)

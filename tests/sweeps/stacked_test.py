@@ -54,8 +54,10 @@ MIXED = (
 
 
 def test_scales_and_random_bits_are_those_of_separate_runs(tmp_path):
-  """Every trial starts with its own scales, to the bit, and draws with its own key."""
-  fixed = {"precision.rules": MIXED, "eval.tokens": 0, "precision.verify_fp8_gemms": False}
+  """Every trial starts with its own scales, to the bit, and draws with its own key, in each of two
+  microbatches."""
+  fixed = {"precision.rules": MIXED, "eval.tokens": 0, "precision.verify_fp8_gemms": False,
+           "grad_accum_steps": 2}  # fmt: skip
   axes = (spec.Grid({"optim.peak_lr": (1e-2,)}),)
   _, trials = _trials(tmp_path, "bf16", fixed=fixed, axes=axes)
   (members,) = stacked.groups(trials)

@@ -143,8 +143,8 @@ def _users(inside, name: str) -> list[tuple[hlo.Instruction, int]]:
   found = []
   for user in inside.values():
     if name in user.operands:
-      own = [(user, user.operands.index(name))]
-      found += _users(inside, user.name) if user.opcode == "bitcast" else own
+      places = [(user, n) for n, operand in enumerate(user.operands) if operand == name]
+      found += _users(inside, user.name) if user.opcode == "bitcast" else places
   return found
 
 
