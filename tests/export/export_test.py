@@ -190,10 +190,10 @@ COMPRESSED = {"export.format": "compressed-tensors"}
   "form",
   [
     FP8,
-    FP8 | {"export.scale_fmt": "ue8m0"},
+    pytest.param(FP8 | {"export.scale_fmt": "ue8m0"}, marks=pytest.mark.slow),
     COMPRESSED | {"export.strategy": "block"},
     COMPRESSED | {"export.strategy": "channel", "export.input_scales": "static.json"},
-    COMPRESSED | {"export.strategy": "tensor"},
+    pytest.param(COMPRESSED | {"export.strategy": "tensor"}, marks=pytest.mark.slow),
   ],
 )
 def test_an_fp8_folder_exported_again_in_its_format_is_the_same_to_the_byte(

@@ -41,8 +41,11 @@ def _gemms(eqn, operands, recipe, backend, products=1):
 
 @pytest.mark.parametrize(
   "recipe, eqn, sizes",
-  [(r, *EQUATIONS[0]) for r in (RECIPES[0], TENSOR[0])]
-  + [pytest.param(r, *EQUATIONS[0], marks=pytest.mark.slow) for r in (RECIPES[2], TENSOR[1])]
+  [(TENSOR[0], *EQUATIONS[0])]
+  + [
+    pytest.param(r, *EQUATIONS[0], marks=pytest.mark.slow)
+    for r in (RECIPES[0], RECIPES[2], TENSOR[1])
+  ]
   + [("block_128_hybrid", *EQUATIONS[2])]
   + [pytest.param("block_128_hybrid", *EQUATIONS[1], marks=pytest.mark.slow)],
 )

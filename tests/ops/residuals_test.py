@@ -111,7 +111,9 @@ def _lattice_layer(rng):
   return x, (*few, rng.standard_normal((96, 64)).astype(np.float32))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "block_128_pow2", "block_128_pow2 saved"])
+@pytest.mark.parametrize("recipe", [
+  "bf16", pytest.param("block_128_pow2", marks=pytest.mark.slow), "block_128_pow2 saved"
+])  # fmt: skip
 def test_what_the_copy_holds_exactly_costs_nothing(rng, recipe):
   """Bit for bit the gradients without copies, through GEMMs that keep their own input or do not.
 

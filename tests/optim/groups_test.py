@@ -79,8 +79,11 @@ def test_groups_are_clipped_by_their_own_norms_and_rates_multiplied():
   np.testing.assert_allclose(np.abs(moved["embed"] - params["embed"]), 1.25 * RATE, rtol=2e-2)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.01])
-@pytest.mark.parametrize("multipliers", [(), (("layers/.*", 0.5), ("embed", 2.0))], ids=str)
+@pytest.mark.parametrize("clip, multipliers", [
+  (0.01, (("layers/.*", 0.5), ("embed", 2.0))), (0.0, ()),
+  pytest.param(0.01, (), marks=pytest.mark.slow),
+  pytest.param(0.0, (("layers/.*", 0.5), ("embed", 2.0)), marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_global_clipping_holds_with_and_without_rates_of_its_own(rng, clip, multipliers):
   """m after a step is 0.1 of the clipped gradient, whose norm over all parameters is the limit."""
   changes = {"optim.grad_clip_norm": clip, "optim.lr_multipliers": multipliers}

@@ -135,7 +135,9 @@ def _items(state):
 
 
 @pytest.mark.parametrize(
-  "master, shape", [("float32", None), ("bf16_remainder", (2, 2, 2))], ids=str
+  "master, shape",
+  [pytest.param("float32", None, marks=pytest.mark.slow), ("bf16_remainder", (2, 2, 2))],
+  ids=str,
 )
 def test_given_parameters_become_the_state_and_are_used_up(master, shape):
   """One after the other, as a model in float32 beside all of its state may not fit."""

@@ -80,7 +80,11 @@ def test_momentum_in_e4m3_is_numpy_to_the_code(rng, group):
     assert np.mean(kept != wide) > 0.3
 
 
-@pytest.mark.parametrize("name", NARROW)
+# Slow: a transform or a format that the others have.
+@pytest.mark.parametrize("name", [
+  pytest.param(name, marks=[pytest.mark.slow] * (name in ("sqrt_v", "fp8lm", "bf16")))
+  for name in NARROW
+])  # fmt: skip
 def test_state_of_adam_is_that_of_scale_by_adam(rng, name):
   params, *gradients = (_tree(rng, 10.0**-i) for i in range(4))
   decays = {"mu": 0.9, "nu": 0.95}
@@ -125,7 +129,8 @@ ELEMENTS = {"muon": 32 * 256 + 2 * 5 * 4 * 2 * 128, "masked": 2 * 32 * 256,
 
 
 # Slow: states of the shapes that others have.
-_LIKE_OTHERS = ("adamw", "amsgrad", "adafactor", "rmsprop", "lion", "adadelta", "novograd")
+_LIKE_OTHERS = ("adamw", "amsgrad", "adafactor", "rmsprop", "lion", "adadelta", "novograd",
+                "adan", "sgd", "sm3")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [

@@ -143,7 +143,7 @@ def of_one_device():
 
 
 @pytest.mark.parametrize("wire, word, nbytes, error", [
-  ("bf16", "u16", 2, 4e-3), ("e4m3", "u8", 1, 5e-2),
+  pytest.param("bf16", "u16", 2, 4e-3, marks=pytest.mark.slow), ("e4m3", "u8", 1, 5e-2),
   pytest.param("e4m3_shared", "u8", 1, 5e-2, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_terms_travel_in_the_wire_s_format(wire, word, nbytes, error):

@@ -45,8 +45,8 @@ CASES = {
 }  # fmt: skip
 
 
-# Slow: the mesh with microbatches has both in one.
-_SLOW = ("microbatches", "mesh")
+# Slow: the mesh with microbatches has both in one, and its layers hand on their sums, too.
+_SLOW = ("microbatches", "mesh", "in backward")
 
 
 @pytest.mark.parametrize(
