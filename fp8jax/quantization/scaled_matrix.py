@@ -121,8 +121,8 @@ class Entry:
 
   def plus(self, x):
     """The stack, an array, with x added to this entry."""
-    # XLA makes one kernel of it, which adds in place, if the slice and the update begin at one value
-    # and no product may add first. Else the entry is copied out of the stack, or back into it.
+    # XLA makes one kernel of it, which adds in place, if slice and update begin at one value and no
+    # product may add first. Else the entry is copied out of the stack, or back into it.
     index, x = jax.lax.optimization_barrier((self.index, x))
     first, plain = (index, *[0] * x.ndim), {"allow_negative_indices": False}
     total = jax.lax.dynamic_slice(self.stack, first, (1, *x.shape), **plain) + x

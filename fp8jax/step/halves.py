@@ -28,14 +28,14 @@ class Halves:
     again: shared -> their values.
   """
 
-  program: core.ClosedJaxpr
+  program: core.Jaxpr
   later: Any
   value: Any
   aux: Any
   residuals: Any
   saved: tuple[core.Var, ...]
   followed: tuple[core.Var, ...]
-  again: core.ClosedJaxpr
+  again: core.Jaxpr
 
   def forward(self, shared, known, x):
     """(value, aux, saved)."""

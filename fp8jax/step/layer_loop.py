@@ -220,8 +220,10 @@ def _forward(loops: list[_Loop], x_BLD, unread):
 
   for loop in loops:
     of_loop = loop.halves(x_BLD, unread)
-    half = functools.partial(once, loop, of_loop)
-    step = functools.partial(again, loop) if of_loop is None else half
+    if of_loop is None:
+      step = functools.partial(again, loop)
+    else:
+      step = functools.partial(once, loop, of_loop)
     x_BLD, (kept, aux) = jax.lax.scan(step, x_BLD, loop.xs)
     saved.append((of_loop, kept))
     total += aux.sum()
