@@ -63,7 +63,8 @@ def label(row) -> str:
   what = "" if row.quantity == "training" else f", {row.quantity}"
   name = f"{name} against {row.baseline} ({row.system.partition('_')[2]}{what})"
   if not row.seeds:
-    return f"{name}: {row.verdict}"
+    # Why stands in the ledger; here it would be cut off.
+    return f"{name}: {'refused' if row.verdict.startswith('refused') else row.verdict}"
   floor = "no twin" if row.floor is None else f"floor {row.floor:.2f} %"
   return f"{name}: n = {row.count}, {floor}, {row.verdict}"
 

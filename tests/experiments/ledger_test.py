@@ -274,6 +274,8 @@ def test_pictures_say_n_floor_and_the_ledgers_word():
   assert labels[:2] == ["x against bf16 (x): n = 4 of 6, floor 0.30 %, as claimed",
                         "x against bf16 (x): n = 4 of 6, floor 0.30 %, missed"]  # fmt: skip
   assert labels[2] == "x against bf16 (x): not run"
+  refused = dataclasses.replace(rows[2], verdict="refused: commit one and other")
+  assert pictures.label(refused) == "x against bf16 (x): refused"
   fell = [*found[:3], result_of(system, 1, 1, [3.0, 9.0], status="diverged"), *found[4:]]
   rows += [row_of(system, fell), row_of(system, found[:2])]  # no effect; no interval
   chart = pictures.charts.spec(pictures.effects(rows, ""), checked=False)
