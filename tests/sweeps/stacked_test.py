@@ -96,7 +96,8 @@ def test_scales_and_random_bits_are_those_of_separate_runs(tmp_path):
 
 
 # Sums of products in the compute dtype have another order in a batch of trials. At a rate of 0.3,
-# four steps make of it 1e-5 in the loss of bf16 and 3e-6 in mxfp4a16's; the first two are equal.
+# four steps make of it 1e-5 in the loss of bf16 and 3e-6 in mxfp4a16's; the first two are equal. On
+# another CPU the weights after them differ by 8e-5 of the held-out loss with delayed scales.
 _GENTLE = (spec.Grid({"optim.peak_lr": (1e-3, 1e-2)}),)
 
 
@@ -104,8 +105,8 @@ _GENTLE = (spec.Grid({"optim.peak_lr": (1e-3, 1e-2)}),)
 @pytest.mark.parametrize(
   "arm, more",
   [
-    ("tensor_current", {}), ("tensor_delayed", {}), ("fp8lm", {}), ("nvfp4_sr_rht", {}),
-    ("mxfp4a16", {"axes": _GENTLE}),
+    ("tensor_current", {}), ("tensor_delayed", {"axes": _GENTLE}), ("fp8lm", {"axes": _GENTLE}),
+    ("nvfp4_sr_rht", {}), ("mxfp4a16", {"axes": _GENTLE}),
   ],
 )  # fmt: skip
 def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch, arm, more):
