@@ -145,11 +145,12 @@ def test_seeds_on_several_cpus_are_paired_within_each():
     "bf16, seed 3: the other arm's is of another origin", "bf16, seed 1: not paired, run on B too",
     "seed 2: of another CPU, B",
   )  # fmt: skip
-  # A twin counts once, with the run of its CPU.
+  # A twin counts once, with the run of its CPU: where a seed ran on both, that of its pair.
   twins = [result_of(system, 1, 1, [f * x for x in r.losses], twin=True, **{"cpu": o["cpu"]})
            for f, r, o in ((1.003, found[3], a), (1.9, again, b))]  # fmt: skip
-  row = row_of(system, [*moved, *twins, other])
-  assert row.floor == pytest.approx(0.3, rel=1e-9)
+  for own, floor in ((other, 0.3), (again, 90)):
+    row = row_of(system, [*moved, *twins, own, on(found[2], b)])
+    assert row.floor == pytest.approx(floor, rel=1e-9)
 
 
 def test_illustrations_and_divergences_are_labelled():
