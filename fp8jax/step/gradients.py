@@ -190,7 +190,8 @@ class _Sums:
       if place is not None:
         of_layer = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
         g = jax.lax.with_sharding_constraint(g, of_layer)
-      return Entry(total, i).plus(g)
+      # Not Entry.plus, whose barrier takes a fifth of the reduce-scatters from beside products.
+      return jax.lax.dynamic_update_index_in_dim(total, total[i] + g, i, 0)
 
     places = () if self._places is None else (self._places["layers"],)
     joined = layer_loop.of_layers(self._trees[-1])
