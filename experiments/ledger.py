@@ -239,7 +239,7 @@ def row(system: design.System, comparison: design.Comparison, of: Index, rate=No
   for other in used[1:]:
     here = [seed for seed in seeds if paired[seed] == other]
     notes += [f"{_named(here)}: of another CPU, {other[_CPU]}"] * bool(here)
-  cpus = " and ".join(dict.fromkeys(o[_CPU] for o in used))
+  cpus = " and ".join(o[_CPU] for o in used if any(paired[seed] == o for seed in seeds))
   origin = (*used[0][:_CPU], cpus, *used[0][_CPU + 1 :])
   values = [percent(comparison.quantity, mine[paired[s]][s], base[paired[s]][s]) for s in seeds]
   count = len(system.comparisons) * max(len(system.rates), 1)
