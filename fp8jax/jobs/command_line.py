@@ -27,7 +27,7 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
   """absl's parser, with one-line errors that name the nearest valid file, key or value."""
   name, job = (_value_of(flag, argv) for flag in ("config", "job"))
   path = name and name.partition(":")[0]
-  is_alone = any(a.lstrip("-").startswith(("help", "sweep")) for a in argv[1:])
+  is_alone = any(a.lstrip("-").startswith(("help", "?", "sweep")) for a in argv[1:])
   if path is None and not is_alone and job not in _WITHOUT_CONFIG:
     _refuse("--config=FILE is required, for example --config=configs/debug.py")
   if path is not None and not os.path.isfile(path):
@@ -40,7 +40,7 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
   try:
     if name is not None:  # absl runs the file again, and tells less of what is wrong with it
       config_files.check_keys(named.load(name, {}), base)
-    rest = flags.FLAGS(argv)
+    rest = _parse(argv)
     if path and not job:
       flags.FLAGS["job"].value = _check_job(named.job(path), f"{path}: JOB=")
     flags.FLAGS["config"].value  # noqa: B018  (without an override, the file runs only here)
@@ -64,6 +64,14 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
     _refuse(f"{e}" + f"; did you mean --config.{near}?" * is_key)
   except (flags.Error, ValueError) as e:
     _refuse(str(e).strip().splitlines()[-1])
+
+
+def _parse(argv: list[str]) -> list[str]:
+  """absl's parser; it takes help that was asked for and printed for a failure."""
+  try:
+    return flags.FLAGS(argv)
+  except SystemExit:
+    raise SystemExit(0) from None
 
 
 def _check_job(job: str, where: str) -> str:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from absl import flags
+from absl import app, flags
 
 from configs import base
 from fp8jax.config import identity
@@ -146,6 +146,15 @@ def test_explain_prints_the_meaning_of_a_key(arguments, code, text, capsys):
   with pytest.raises(SystemExit) as e:
     command_line.answer(["launch.py", *arguments])
   assert e.value.code == code and capsys.readouterr().out.startswith(text)
+
+
+@pytest.mark.parametrize("switch", ["--help", "--helpshort", "--helpfull", "--helpxml", "-?"])
+def test_help_is_no_failure(switch, monkeypatch, capsys):
+  app.define_help_flags()
+  monkeypatch.setattr(sys.modules["__main__"], "__doc__", "python launch.py --config=FILE")
+  with pytest.raises(SystemExit) as e:
+    command_line.parse_flags(["launch.py", switch], base.get_config())
+  assert e.value.code == 0 and "launch.py" in capsys.readouterr().out
 
 
 def test_help_config_has_every_key_and_its_meaning(capsys):
