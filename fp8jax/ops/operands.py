@@ -92,7 +92,7 @@ def operand(
   groups = (free, contracted)
   amax_axes = tuple(tuple(a for c in group for a in layout.weight_axes(c)) for group in groups)
   made: tuple[Any, Any] = quantizer(matrix, contraction, dtype, amax_axes)
-  return _gathered(made[0], groups, sizes, layout, quantizer.backend, made[1])
+  return gathered(made[0], groups, sizes, layout, quantizer.backend, made[1])
 
 
 def _multiplied(spec: GemmSpec, role: Role, t, inputs: ScalingInputs):
@@ -202,10 +202,10 @@ def _stored(spec: GemmSpec, role: Role, w: StoredMatrix) -> Operand:
       "a smaller mesh.fsdp, or model.lora.base='bf16'"
     )
   value = w.matrix(is_turned=role is not Role.W_FWD)
-  return _gathered(value, (free, contracted), sizes, spec.layout, spec.backend(role.gemm))
+  return gathered(value, (free, contracted), sizes, spec.layout, spec.backend(role.gemm))
 
 
-def _gathered(
+def gathered(
   value: scaled_matrix.ScaledMatrix, groups, sizes, layout: axes.Layout, backend: str, amax=None
 ) -> Operand:
   """A quantized shard of a weight as the whole.

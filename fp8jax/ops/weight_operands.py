@@ -11,6 +11,7 @@ than its products reads, stays "by product", as the trainer's first lines say (`
 adapters and the head.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
@@ -20,11 +21,23 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
-from fp8jax.ops import gemm_spec, joint, linear, multiplied, observe, operands, straight
+from fp8jax.kernels.quantize import mosaic_sm90
+from fp8jax.ops import (
+  collectives,
+  gemm_spec,
+  joint,
+  linear,
+  multiplied,
+  observe,
+  operands,
+  straight,
+)  # fmt: skip
 from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.site import ScalingInputs, Site
 from fp8jax.ops.stored_params import WeightOperands
+from fp8jax.quantization import tensor_stats
 from fp8jax.quantization.scaled_matrix import Entry
+from fp8jax.recipe.quant import WHOLE, Quant
 
 ROLES = (Role.W_FWD, Role.W_DGRAD)
 
@@ -116,10 +129,56 @@ def of_layer(ws, site, eqn: str, tokens, dtype) -> GemmSpec:
 
 def _made(w, site: Site, eqn: str, tokens: dict[str, int], dtype) -> WeightOperands:
   spec = spec_of(w, site, eqn, tokens, dtype)
-  inputs, read = ScalingInputs.of(site), linear.read_weight(spec, w)
-  fwd, dgrad = (operands.quantize_now(spec, role, read, inputs) for role in ROLES)
-  stats = observe.operand_stats(spec, Role.W_FWD, read, inputs)
+  inputs, read, amax = ScalingInputs.of(site), linear.read_weight(spec, w), None
+  if _takes_one_reading(spec, read):
+    fwd, dgrad, amax = _both(spec, read)
+  else:
+    fwd, dgrad = (operands.quantize_now(spec, role, read, inputs) for role in ROLES)
+  stats = observe.operand_stats(spec, Role.W_FWD, read, inputs, amax)
   return WeightOperands(fwd, dgrad, stats, w.shape)
+
+
+def _takes_one_reading(spec: GemmSpec, w) -> bool:
+  """Whether one kernel makes both operands of a weight, or of a shard of it, and finds its amax."""
+  if not isinstance(w, jax.Array | Entry) or not linear.reads_in_place(spec):
+    return False
+  (letters, free, contracted), layout = spec.letters_of(Role.W_FWD), spec.layout
+  if letters not in (free + contracted, contracted + free):
+    return False
+  split = [1 if layout.is_manual else layout.size(layout.weight_axes(c)) for c in letters]
+  shape = spec.sizes[len(spec.letters.x) :]
+  sizes = {c: n // k for c, n, k in zip(letters, shape, split, strict=True)}
+  quants = [cast(Quant, spec.quant(role)) for role in ROLES]
+  return all(
+    WHOLE not in quant.tile
+    and collectives.tiles_fit(sizes, *spec.letters_of(role)[1:], quant, layout)
+    for role, quant in zip(ROLES, quants)
+  )
+
+
+def _both(spec: GemmSpec, w):
+  """(operands of both roles, float32 [1] amax of w), of one reading."""
+  letters, free, contracted = spec.letters_of(Role.W_FWD)
+  layout = spec.layout
+
+  def local(w):
+    sizes = dict(zip(letters, w.shape))
+    with jax.named_scope("quantize"):
+      matrix, along = operands.flatten(w, letters, free, contracted, "")
+      quants = [cast(Quant, spec.quant(role)) for role in ROLES]
+      how = dict(zip((along, 1 - along), quants))
+      made, amax = mosaic_sm90.quantize_matrix(matrix, how, watched=True)
+    whole = []
+    for role, value in zip(ROLES, (made[along], made[1 - along])):
+      groups = spec.letters_of(role)[1:]
+      one = operands.gathered(value, groups, sizes, layout, spec.backend(role.gemm)).value
+      whole.append(dataclasses.replace(one.in_one_piece(), values=None))
+    over = () if layout.is_manual else tuple(a for c in letters for a in layout.weight_axes(c))
+    return *whole, tensor_stats.over_mesh(cast(Any, amax)[None], over)
+
+  place = operands.weight_specs(spec, w)
+  out = (*(spec.quantized_spec(role) for role in ROLES), jax.sharding.PartitionSpec())
+  return collectives.on_mesh(local, layout, (place,), out)(w)
 
 
 def _placed(layout, x, spec):

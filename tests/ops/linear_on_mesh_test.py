@@ -18,6 +18,7 @@ from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
 from fp8jax.kernels.gemm import reference
 from fp8jax.kernels.quantize import mosaic_sm90 as quantize_sm90
+from fp8jax.models import mixer
 from fp8jax.ops import gemm_spec, products, stored_params, weight_operands
 from fp8jax.ops import operands as operands_lib
 from fp8jax.ops import site as site_lib
@@ -147,6 +148,14 @@ def test_hopper_kernel_on_a_mesh_is_exact(rng, interpreted_on_mesh, shape):
     np.testing.assert_array_equal(one, exact)
 
 
+def _quantize_matrix(x, quants, amax=None, over=(), watched=False):
+  """The quantizer of Hopper in plain JAX."""
+  x = scaled_matrix.taken(x)
+  make = functools.partial(quantize.quantize, amax_axes=(over, ()))
+  made = {axis: make(x, quant, contraction=axis) for axis, quant in quants.items()}
+  return made, tensor_stats.amax(x) if watched else None
+
+
 @pytest.mark.parametrize("recipe", ["block_128", "block_128 saved"])
 @pytest.mark.parametrize(
   "shape", [(2, 2, 2), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str
@@ -156,11 +165,6 @@ def test_operands_of_hopper_kernels_lie_right_on_a_mesh(rng, monkeypatch, eqn, s
   """What surrounds the kernels: the same layouts, operands made ahead, plain JAX in their place."""
   shards = []
 
-  def quantize_matrix(x, quants, amax=None, over=(), watched=False):
-    make = functools.partial(quantize.quantize, amax_axes=(over, ()))
-    made = {axis: make(x, quant, contraction=axis) for axis, quant in quants.items()}
-    return made, tensor_stats.amax(x) if watched else None
-
   def multiply(a, b, accumulate, out_dtype, spare):
     gemm, device = library.RECIPES[variants.split(recipe)[0]].fwd, choose.Device("gpu", 90)
     problem = choose.GemmProblem(a.shape[0], b.shape[0], a.shape[1], gemm, device)
@@ -168,7 +172,7 @@ def test_operands_of_hopper_kernels_lie_right_on_a_mesh(rng, monkeypatch, eqn, s
     shards.append(b.is_sharded)
     return reference.scaled_matmul(a, b.in_one_piece(), accumulate, out_dtype)
 
-  monkeypatch.setattr(quantize_sm90, "quantize_matrix", quantize_matrix)
+  monkeypatch.setattr(quantize_sm90, "quantize_matrix", _quantize_matrix)
   monkeypatch.setattr(mosaic_sm90_lib, "scaled_matmul", multiply)
   for one, exact in zip(*_by_kernels(rng, eqn, shape, recipe)):
     np.testing.assert_array_equal(one, exact)
@@ -324,6 +328,43 @@ def test_a_layer_of_a_stack_reaches_its_product_on_a_mesh(rng, monkeypatch):
   np.testing.assert_array_equal(y, want[0])
   np.testing.assert_array_equal(dx, want[1])
   assert asked == [3, 3]
+
+
+@pytest.mark.parametrize(
+  "eqn", [EQUATIONS[2][0], pytest.param(EQUATIONS[0][0], marks=pytest.mark.slow)]
+)
+def test_operands_of_a_step_come_from_one_reading_of_a_shard(rng, monkeypatch, eqn):
+  """Both orientations and the amax, gathered: those of one device. A shard of half a tile: not."""
+  readings = []
+
+  def reading(x, quants, *how, **more):
+    readings.append((x.shape, tuple(quants)))
+    return _quantize_matrix(x, quants, *how, **more)
+
+  monkeypatch.setattr(quantize_sm90, "quantize_matrix", reading)
+  letters = eqn.replace("->", ",").split(",")[1]
+  found = {}
+  for width in (512, 128):  # in four shards along fsdp
+    sizes = dict(D=width, F=256, H=4, K=64)
+    w = rng.standard_normal((3, *(sizes[c] for c in letters)), np.float32)
+    w[2].flat[-1] = -9
+    for layout in (axes.LOCAL, _layout((1, 4, 2))):
+      site = site_lib.fresh(library.RECIPES["block_128"], "w", (0, 3),
+                            backends=("mosaic_sm90",) * 3)  # fmt: skip
+      site = dataclasses.replace(site, layout=layout)
+      rest = jax.sharding.PartitionSpec(None, *layout.weight_spec(letters))
+      stack = jax.device_put(w, jax.NamedSharding(layout.mesh, rest)) if layout.mesh else w
+      declared = [mixer.GemmSite("w", eqn, "x")]
+      made = jax.jit(functools.partial(weight_operands.of_block, declared, tokens={"B": 8, "L": 64},
+                                       dtype=jnp.float32))({"w": stack}, {"w": site})  # fmt: skip
+      found[layout] = made["w"]
+    one, several = jax.device_get(list(found.values()))
+    jax.tree.map(np.testing.assert_array_equal, one, several)
+    np.testing.assert_array_equal(several.stats[:, 0], np.abs(w).reshape(3, -1).max(1))
+  both = (0, 1)
+  assert [tuple(sorted(axes_)) for _, axes_ in readings[:2]] == [both, both]
+  assert readings[0][0] != readings[1][0]
+  assert [len(axes_) for _, axes_ in readings[2:]] == [2, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,19 @@
 import collections
 import dataclasses
 
+import harness
 import jax
 import numpy as np
 import pytest
 import variants
 from lattice import lattice
 
-from fp8jax.ops import stored_params
+from fp8jax.models import mixer
+from fp8jax.ops import site as site_lib
+from fp8jax.ops import stored_params, weight_operands
 from fp8jax.ops.dots import dots
 from fp8jax.quantization import bf16_remainder
+from fp8jax.recipe import library
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EQUATIONS = [
@@ -114,6 +118,35 @@ def test_x_and_g_are_read_once(rng, recipe):
   times = 3 + 6 + (1 if recipe == "block_128 saved" else 2)
   found = _kernels(jax.make_jaxpr(run)(*args).jaxpr)
   assert found == {"quantize_fp8": times, "scaled_matmul": 9}
+
+
+@pytest.mark.parametrize("eqn, sizes, is_split", [
+  (*EQUATIONS[2], True), pytest.param(*EQUATIONS[0], False, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_weight_ahead_of_its_products_is_read_once(rng, eqn, sizes, is_split):
+  """One kernel makes both of its operands and its amax, of a layer where its stack lies."""
+  letters = eqn.replace("->", ",").split(",")[1]
+  w = rng.standard_normal((2, *(sizes[c] for c in letters)), np.float32)
+  w[1].flat[7] = -31
+  stack = jax.numpy.asarray(w)
+  if is_split:
+    w = np.asarray(stack.astype(jax.numpy.bfloat16).astype(np.float32))
+    stack = bf16_remainder.split(jax.numpy.asarray(w))
+  found = {}
+  for backend in ("mosaic_sm90", "reference"):
+    own = site_lib.fresh(library.RECIPES["block_128_pow2"], "w", (0, 2), backends=(backend,) * 3)
+
+    def make(stack, own=own):
+      declared = [mixer.GemmSite("w", eqn, "x")]
+      tokens = {"B": 4, "L": 64}
+      return weight_operands.of_block(declared, {"w": stack}, {"w": own}, tokens, np.float32)["w"]
+
+    found[backend] = jax.device_get(jax.jit(make)(stack))
+    kernels = _kernels(jax.make_jaxpr(make)(stack).jaxpr)
+    assert kernels == ({"quantize_fp8": 1} if backend == "mosaic_sm90" else {})
+  harness.assert_trees_equal(*found.values())
+  amaxes = np.abs(w).reshape(2, -1).max(1)
+  np.testing.assert_array_equal(found["mosaic_sm90"].stats, amaxes[:, None])
 
 
 def _sums_outside(jaxpr, shape) -> int:
