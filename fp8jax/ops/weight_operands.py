@@ -105,6 +105,8 @@ def of_block(
   def convert(ws, site, eqn):
     spec = of_layer(ws, site, eqn, tokens, dtype)
     one = functools.partial(_made, eqn=eqn, tokens=dict(tokens), dtype=dtype)
+    if (made := _stacked(spec, ws, site)) is not None:
+      return made
     if site.layout.weight_axes("N"):  # a device has no whole stack
       made = jax.lax.map(lambda xs: one(*xs), (ws, site))
     else:
@@ -138,6 +140,33 @@ def _made(w, site: Site, eqn: str, tokens: dict[str, int], dtype) -> WeightOpera
   return WeightOperands(fwd, dgrad, stats, w.shape)
 
 
+def _stacked(spec: GemmSpec, ws, site: Site) -> WeightOperands | None:
+  """The operands of all layers by one kernel, where one device has the stack."""
+  read = linear.read_weight(spec, Entry(ws, 0))
+  if spec.layout.mesh is not None or not _takes_one_reading(spec, read):
+    return None
+  matrix, along = operands.flatten(read, *spec.letters_of(Role.W_FWD), "")
+  with jax.named_scope("quantize"):
+    made, amax = mosaic_sm90.quantize_stack(matrix.stack, _by_axis(spec, along))
+  stats = amax[:, None]
+  if spec.statistics != tensor_stats.QUIET:
+    one = lambda xs: observe.operand_stats(  # noqa: E731
+      spec, Role.W_FWD, dataclasses.replace(read, index=xs[0]), ScalingInputs.of(xs[1])
+    )
+    stats = jax.lax.map(one, (jnp.arange(len(amax)), site))
+  return WeightOperands(made[along], made[1 - along], stats, read.shape)
+
+
+def _by_axis(spec: GemmSpec, along: int) -> dict[int, Quant]:
+  """{axis of a weight's matrix that a product contracts: how it is quantized for it}.
+
+  Args:
+    along: axis of the forward product.
+  """
+  quants = (cast(Quant, spec.quant(role)) for role in ROLES)
+  return dict(zip((along, 1 - along), quants))
+
+
 def _takes_one_reading(spec: GemmSpec, w) -> bool:
   """Whether one kernel makes both operands of a weight, or of a shard of it, and finds its amax."""
   if not isinstance(w, jax.Array | Entry) or not linear.reads_in_place(spec):
@@ -165,9 +194,7 @@ def _both(spec: GemmSpec, w):
     sizes = dict(zip(letters, w.shape))
     with jax.named_scope("quantize"):
       matrix, along = operands.flatten(w, letters, free, contracted, "")
-      quants = [cast(Quant, spec.quant(role)) for role in ROLES]
-      how = dict(zip((along, 1 - along), quants))
-      made, amax = mosaic_sm90.quantize_matrix(matrix, how, watched=True)
+      made, amax = mosaic_sm90.quantize_matrix(matrix, _by_axis(spec, along), watched=True)
     whole = []
     for role, value in zip(ROLES, (made[along], made[1 - along])):
       groups = spec.letters_of(role)[1:]

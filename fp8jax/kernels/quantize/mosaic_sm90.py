@@ -102,6 +102,33 @@ def quantize_matrix(
   return made, amaxes[0] if watched else None
 
 
+def quantize_stack(
+  x, quants: Mapping[int, Quant]
+) -> tuple[dict[int, scaled_matrix.ScaledMatrix], jax.Array]:
+  """(Every matrix of a stack in each of `quants`, stacked; their amaxes): one kernel.
+
+  A loop over `quantize_matrix` would copy its results into their stack.
+
+  Args:
+    x: [L, R, C], bfloat16 or float32.
+    quants: as of `quantize_matrix`; scales of tiles only.
+
+  Returns:
+    axis -> ScaledMatrix of stacks, [L, R, C] for 1, [L, C, R] for 0; float32 [L].
+
+  Raises:
+    ValueError: `supports` says no.
+  """
+  one = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+  for along, quant in quants.items():
+    if reason := supports(one, quant, along):
+      raise ValueError(reason)
+    if quant.tile == _TENSOR:
+      raise ValueError(f"a stack is quantized in tiles, not with one scale per matrix, as {quant}")
+  (made,), (amax,) = _call(prologues.IDENTITY, (x,), (), (quants,), {}, True)
+  return made, amax
+
+
 def quantize_produced(
   producer: prologues.Producer, matrices: Sequence[jax.Array], factors: Sequence[jax.Array],
   quants: Sequence[Mapping[int, Quant]], watched: bool = False,
@@ -138,8 +165,11 @@ def quantize_produced(
 
 
 def _call(producer: prologues.Producer, matrices, factors, quants, given, watched=False):
-  """(Scaled by axis for every result, amaxes); `given` holds scales by (result, axis)."""
-  rows, columns = matrices[0].shape
+  """(Scaled by axis for every result, amaxes); `given` holds scales by (result, axis).
+
+  Of one matrix, or of all in a stack [L, R, C].
+  """
+  *layers, rows, columns = matrices[0].shape
   matrices, layer = [_fitted(x) for x in matrices], []
   if isinstance(entry := matrices[0], Entry):  # the identity's, which has one matrix
     matrices, layer = [entry.stack], [jnp.asarray(entry.index, jnp.int32).reshape(1)]
@@ -156,15 +186,18 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
     sources, of_factors, of_scales, number, results = parts
     if layer:
       sources = [sources[0].at[number[0][0]]]
+    elif layers:
+      at = lax.axis_index("layer")
+      sources, results = ([ref.at[at] for ref in refs] for refs in (sources, results))
     program = Program(producer, outputs, sources, of_factors, of_scales, results)
     memory = program.buffers(), program.barriers()
     pl.run_scoped(program.run, *memory, collective_axes="wg")
 
   run = plgpu.kernel(
     quantize_fp8,
-    out_type=tuple(shapes),
-    grid=(pl.cdiv(rows, TILE), pl.cdiv(columns, TILE)),
-    grid_names=("i", "j"),
+    out_type=tuple(jax.ShapeDtypeStruct((*layers, *x.shape), x.dtype) for x in shapes),
+    grid=(*layers, pl.cdiv(rows, TILE), pl.cdiv(columns, TILE)),
+    grid_names=(*["layer"] * len(layers), "i", "j"),
     num_threads=tile_program.WARPGROUPS,
     thread_name="wg",
     compiler_params=plgpu.CompilerParams(approx_math=tile_program.APPROX),
@@ -172,15 +205,17 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
   made, results, amaxes = iter(run(*operands)), [{} for _ in quants], []
   for out in outputs:
     free, depth = (rows, columns) if out.along == 1 else (columns, rows)
-    data, quant = next(made)[:free, :depth], out.quant
+    data, quant = next(made)[..., :free, :depth], out.quant
     if out.given is not None:
       scale = given[out.result, out.along].reshape(1, 1)
     else:
       lines = next(made)
-      scale = lines[:, :free:TILE] if out.is_tiled else lines[:, :free]
-    results[out.result][out.along] = scaled_matrix.ScaledMatrix(data, scale.T, quant.tile)
+      scale = lines[..., :free:TILE] if out.is_tiled else lines[..., :free]
+    scale = jnp.swapaxes(scale, -1, -2)
+    results[out.result][out.along] = scaled_matrix.ScaledMatrix(data, scale, quant.tile)
     if out.is_watched:
-      amaxes.append(tensor_stats.amax_of_magnitudes(next(made)[:, :free]))
+      amax = tensor_stats.amax_of_magnitudes
+      amaxes.append((jax.vmap(amax) if layers else amax)(next(made)[..., :free]))
   return results, amaxes
 
 
@@ -202,9 +237,10 @@ def _outputs(quants, rows: int, columns: int, given, watched: bool):
 
 def _fitted(x) -> Any:
   """The matrix with zeros up to sizes that TMA moves; a layer of other sizes leaves its stack."""
-  pads = [(0, padded(n, unit) - n) for n, unit in zip(x.shape, (ROWS, 128 // x.dtype.itemsize))]
+  sizes = zip(x.shape[-2:], (ROWS, 128 // x.dtype.itemsize))
+  pads = [(0, padded(n, unit) - n) for n, unit in sizes]
   if not isinstance(x, Entry):
-    return jnp.pad(x, pads)
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + pads)
   return x if pads == [(0, 0)] * 2 else jnp.pad(x.take(), pads)
 
 
