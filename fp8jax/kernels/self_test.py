@@ -151,7 +151,7 @@ def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX, weights=jnp.float3
 
   Args:
     quant: of a product that kernels.gemm.mosaic_sm90 or xla_sm90 supports. One that weights may
-      have, of no tiles of 1x128, is tried of a layer of a stack, too.
+      have, of no tiles of 1x128, is tried of a layer of a stack, too; in tiles also of all layers.
     sizes: rows, columns; of a layer whole 64 of them, which TMA moves.
     weights: dtype of layers.
 
@@ -168,10 +168,22 @@ def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX, weights=jnp.float3
     layers = jnp.stack([jnp.asarray(x, weights), jnp.full(x.shape, 2 * amax, weights)])
     tried[" of a layer"] = x, Entry(layers, jnp.int32(0))
   for of, (x, given) in tried.items():
-    for along, made in make(given).items():
-      what = f"the Hopper quantizer makes {quant}{of}"
-      want = x if along == 1 else x.T
-      _refuse_if_wrong(np.asarray(made.dequantize()), want, what, _instead(quant))
+    _refuse_operands(make(given), x, quant, of)
+  if WHOLE not in quant.tile and quant.tile[0] != 1:
+    both, amaxes = jax.jit(lambda x: making.quantize_stack(x, {1: quant, 0: quant}))(layers)
+    for i, want in enumerate(np.asarray(layers, np.float32)):
+      made = {along: jax.tree.map(lambda x, i=i: x[i], of) for along, of in both.items()}
+      _refuse_operands(made, want, quant, f" of layer {i} of all")
+      seen, largest = (np.reshape(x, (1, 1)) for x in (amaxes[i], np.abs(want).max()))
+      _refuse_if_wrong(seen, largest, "the Hopper quantizer finds amaxes of layers",
+                       _instead(quant))  # fmt: skip
+
+
+def _refuse_operands(made: dict[int, ScaledMatrix], x: np.ndarray, quant: Quant, of: str) -> None:
+  for along, operand in made.items():
+    what = f"the Hopper quantizer makes {quant}{of}"
+    want = x if along == 1 else x.T
+    _refuse_if_wrong(np.asarray(operand.dequantize()), want, what, _instead(quant))
 
 
 def producers(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:

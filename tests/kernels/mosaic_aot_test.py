@@ -201,6 +201,8 @@ def compile_all(wanted: list[str]) -> dict[str, dict]:
   of_layer = lambda x, i: quantizer.quantize_matrix(Entry(x, i), quants, watched=True)  # noqa: E731
   stack = array(jnp.float32, LAYERS, 32768, 3584), array(jnp.int32)
   programs["quantize/weight_of_layer_watched"] = (of_layer, stack)
+  of_all = lambda x: quantizer.quantize_stack(x, quants)  # noqa: E731
+  programs["quantize/weights_of_layers"] = (of_all, stack[:1])
   matrix, both = array(jnp.bfloat16, 32768, 3584), {1: recipe.fwd.lhs, 0: recipe.wgrad.lhs}
   lines = [array(jnp.float32, n) for n in (32768, 3584)]
   for producer in (prologues.RMS_NORM, prologues.SWIGLU, prologues.SWIGLU_BACKWARD):

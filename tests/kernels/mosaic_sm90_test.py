@@ -417,11 +417,26 @@ def test_a_weights_layer_is_tried_before_a_run(monkeypatch):
       x = Entry(x.stack, 1 - x.index)
     return make(x, *how)
 
-  self_test.quantizer(quant, (144, 160))
   monkeypatch.setattr(quantizer, "quantize_matrix", beside)
   with pytest.raises(UserError, match="of a layer wrongly"):
     self_test.quantizer(quant, (144, 160), jnp.bfloat16)
   assert dtypes == [jnp.bfloat16]
+
+
+@pytest.mark.parametrize("broken", ["data", pytest.param("amaxes", marks=pytest.mark.slow)])
+def test_the_weights_of_all_layers_are_tried_before_a_run(monkeypatch, broken):
+  make = quantizer.quantize_stack
+
+  def swapped(x, quants):
+    made, amaxes = make(x, quants)
+    if broken == "amaxes":
+      return made, amaxes[::-1]
+    return jax.tree.map(lambda x: x[::-1], made), amaxes
+
+  monkeypatch.setattr(quantizer, "quantize_stack", swapped)
+  said = {"data": "of layer 0 of all wrongly", "amaxes": "finds amaxes of layers"}[broken]
+  with pytest.raises(UserError, match=said):
+    self_test.quantizer(library.RECIPES["block_128"].fwd.rhs, (144, 160))
 
 
 @pytest.mark.parametrize(

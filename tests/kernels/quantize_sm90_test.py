@@ -130,6 +130,27 @@ def test_a_layer_is_read_in_its_stack(rng, name, dtype, columns):
   assert (of_trials[0][1] == of_trials[0][1, 0, 0]).all() and of_trials[1][1] == 7
 
 
+@pytest.mark.parametrize("dtype, columns", [
+  (jnp.bfloat16, 210), pytest.param(jnp.float32, 288, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_stack_is_quantized_by_one_kernel(rng, dtype, columns):
+  """To the bits of each matrix, beside matrices of other magnitudes; also of padded sizes."""
+  stack = jnp.stack([_matrix(rng, dtype, 133, columns) * 8**n for n in range(3)])
+  quants = PAIRS["weight pow2"]
+  make = lambda x: mosaic_sm90.quantize_stack(x, quants)  # noqa: E731
+  assert len(list(_kernels(jax.make_jaxpr(make)(stack).jaxpr))) == 1
+  made, seen = make(stack)
+  for n, x in enumerate(stack):
+    _same_bits(seen[n], jax.jit(tensor_stats.amax)(x))
+    for along, want in _wanted(x, quants).items():
+      _same_bits(made[along].data[n], want.data)
+      _same_bits(made[along].scale[n], want.scale)
+  for quant, said in ((library.RECIPES["tensor_current"].fwd.rhs, "one scale per matrix"),
+                      (library.RECIPES["mxfp8"].fwd.rhs, "in tiles of")):  # fmt: skip
+    with pytest.raises(ValueError, match=said):
+      mosaic_sm90.quantize_stack(stack, {1: quant})
+
+
 def test_an_amax_is_one_maximum_of_bits():
   x = np.float32([[0, 3.5, 1e-40], [2, 1e30, 0.1]])
   for largest in (1e30, np.inf, np.nan):
