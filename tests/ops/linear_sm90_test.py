@@ -14,7 +14,7 @@ from fp8jax.models import mixer
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import stored_params, weight_operands
 from fp8jax.ops.dots import dots
-from fp8jax.quantization import bf16_remainder
+from fp8jax.quantization import bf16_remainder, tensor_stats
 from fp8jax.recipe import library
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -120,11 +120,12 @@ def test_x_and_g_are_read_once(rng, recipe):
   assert found == {"quantize_fp8": times, "scaled_matmul": 9}
 
 
-@pytest.mark.parametrize("eqn, sizes, is_split", [
-  (*EQUATIONS[2], True), pytest.param(*EQUATIONS[0], False, marks=pytest.mark.slow),
+@pytest.mark.parametrize("eqn, sizes, is_split, width", [
+  (*EQUATIONS[2], True, tensor_stats.QUIET),
+  pytest.param(*EQUATIONS[0], False, tensor_stats.LOUD, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_weight_ahead_of_its_products_is_read_once(rng, eqn, sizes, is_split):
-  """One kernel makes both of its operands and its amax, of a layer where its stack lies."""
+def test_weights_ahead_of_their_products_are_read_once(rng, eqn, sizes, is_split, width):
+  """One kernel makes both operands and the amaxes of all layers."""
   letters = eqn.replace("->", ",").split(",")[1]
   w = rng.standard_normal((2, *(sizes[c] for c in letters)), np.float32)
   w[1].flat[7] = -31
@@ -134,7 +135,8 @@ def test_a_weight_ahead_of_its_products_is_read_once(rng, eqn, sizes, is_split):
     stack = bf16_remainder.split(jax.numpy.asarray(w))
   found = {}
   for backend in ("mosaic_sm90", "reference"):
-    own = site_lib.fresh(library.RECIPES["block_128_pow2"], "w", (0, 2), backends=(backend,) * 3)
+    recipe = library.RECIPES["block_128_pow2"]
+    own = site_lib.fresh(recipe, "w", (0, 2), statistics=width, backends=(backend,) * 3)
 
     def make(stack, own=own):
       declared = [mixer.GemmSite("w", eqn, "x")]
@@ -143,10 +145,13 @@ def test_a_weight_ahead_of_its_products_is_read_once(rng, eqn, sizes, is_split):
 
     found[backend] = jax.device_get(jax.jit(make)(stack))
     kernels = _kernels(jax.make_jaxpr(make)(stack).jaxpr)
-    assert kernels == ({"quantize_fp8": 1} if backend == "mosaic_sm90" else {})
+    # Other statistics are of operands that are made once more.
+    times = 1 if width == tensor_stats.QUIET else 2
+    assert kernels == ({"quantize_fp8": times} if backend == "mosaic_sm90" else {})
   harness.assert_trees_equal(*found.values())
   amaxes = np.abs(w).reshape(2, -1).max(1)
-  np.testing.assert_array_equal(found["mosaic_sm90"].stats, amaxes[:, None])
+  np.testing.assert_array_equal(found["mosaic_sm90"].stats[:, 0], amaxes)
+  assert found["mosaic_sm90"].stats.shape == (2, width)
 
 
 def _sums_outside(jaxpr, shape) -> int:

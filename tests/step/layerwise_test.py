@@ -140,15 +140,21 @@ def small_on_h200(in_backward: bool) -> dict:
 @pytest.mark.aot
 def test_gradients_of_all_layers_are_never_there():
   """In the program for an H200: and what is declared is what there is."""
+  ours = aot_harness.elsewhere("small_on_h200(True)", __file__)
+  assert ours["rows"]["gradients of layers"][1] < 0.05 * ours["layers"]
+  assert ours["outputs_not_aliased"] < 2**20  # moved in place
+  assert ours["declared"] == pytest.approx(ours["peak"], rel=0.05)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_the_other_order_has_gradients_of_all_layers():
   ours, other = (
     aot_harness.elsewhere(f"small_on_h200({in_backward})", __file__)
     for in_backward in (True, False)
   )
   assert other["rows"]["gradients of layers"][1] >= 4 * other["layers"]
-  assert ours["rows"]["gradients of layers"][1] < 0.05 * ours["layers"]
   assert ours["temporaries_compiled"] < other["temporaries_compiled"] - 0.7 * 4 * ours["layers"]
-  assert ours["outputs_not_aliased"] < 2**20  # moved in place
-  assert ours["declared"] == pytest.approx(ours["peak"], rel=0.05)
 
 
 def test_a_bad_gradient_stops_what_comes_after_it():
