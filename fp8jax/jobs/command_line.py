@@ -67,11 +67,11 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
 
 
 def _parse(argv: list[str]) -> list[str]:
-  """absl's parser; it takes help that was asked for and printed for a failure."""
+  """absl's parser, where help that was printed ends with 1; here with 0."""
   try:
     return flags.FLAGS(argv)
-  except SystemExit:
-    raise SystemExit(0) from None
+  except SystemExit as e:
+    raise SystemExit(0 if e.code == 1 else e.code) from None
 
 
 def _check_job(job: str, where: str) -> str:

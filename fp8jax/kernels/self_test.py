@@ -41,7 +41,7 @@ _DEFINITIONS = {
 
 def products(
   uses: Mapping[tuple[str, Gemm], Collection[tuple[int, int, int]]], sizes=_SIZES, matrix=_MATRIX,
-  weights=jnp.float32, spare: int = 0,
+  weights=jnp.float32, spare: int = 0, stacks: bool = False,
 ) -> int:  # fmt: skip
   """Tries our kernels in everything that a run does with them; how many kinds of product.
 
@@ -50,6 +50,7 @@ def products(
     sizes, matrix: of what is tried, see `hopper` and `quantizer`.
     weights: dtype of those that the quantizer reads.
     spare: multiprocessors that a run's GEMMs leave free.
+    stacks: whether a step quantizes the weights of all layers at once.
 
   Raises:
     UserError: a kernel computes something else.
@@ -60,7 +61,7 @@ def products(
       hopper(gemm, shapes, sizes, weights, spare)
   # In the order of the run, each once.
   for quant in dict.fromkeys(cast(Quant, q) for _, g in own for q in (g.lhs, g.rhs)):
-    quantizer(quant, matrix, weights)
+    quantizer(quant, matrix, weights, stacks)
   for quant in dict.fromkeys(cast(Quant, g.lhs) for b, g in own if b == "mosaic_sm90"):
     producers(quant, matrix)
   return len(own)
@@ -146,14 +147,17 @@ def _add(
   _refuse_if_wrong(got[1], other, f"{what}, beside another layer,", instead)
 
 
-def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX, weights=jnp.float32) -> None:
+def quantizer(
+  quant: Quant, sizes: tuple[int, int] = _MATRIX, weights=jnp.float32, stacks: bool = False
+) -> None:
   """Quantizes a matrix with the Hopper quantizer, in both orientations from one reading.
 
   Args:
     quant: of a product that kernels.gemm.mosaic_sm90 or xla_sm90 supports. One that weights may
-      have, of no tiles of 1x128, is tried of a layer of a stack, too; in tiles also of all layers.
+      have, of no tiles of 1x128, is tried of a layer of a stack, too.
     sizes: rows, columns; of a layer whole 64 of them, which TMA moves.
     weights: dtype of layers.
+    stacks: whether tiles of 128x128 are tried of all layers at once.
 
   Raises:
     UserError: what it stands for is another matrix; says where.
@@ -169,10 +173,10 @@ def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX, weights=jnp.float3
     tried[" of a layer"] = x, Entry(layers, jnp.int32(0))
   for of, (x, given) in tried.items():
     _refuse_operands(make(given), x, quant, of)
-  if WHOLE not in quant.tile and quant.tile[0] != 1:
+  if stacks and quant.tile[0] not in (1, WHOLE):
     both, amaxes = jax.jit(lambda x: making.quantize_stack(x, {1: quant, 0: quant}))(layers)
     for i, want in enumerate(np.asarray(layers, np.float32)):
-      made = {along: jax.tree.map(lambda x, i=i: x[i], of) for along, of in both.items()}
+      made = {along: jax.tree.map(lambda leaf, i=i: leaf[i], o) for along, o in both.items()}
       _refuse_operands(made, want, quant, f" of layer {i} of all")
       seen, largest = (np.reshape(x, (1, 1)) for x in (amaxes[i], np.abs(want).max()))
       _refuse_if_wrong(seen, largest, "the Hopper quantizer finds amaxes of layers",

@@ -4,7 +4,9 @@ A product quantizes its weight, and under FSDP gathers it, whenever it is multip
 pass, in the one that is computed again, in the backward pass, and that in each microbatch. The
 weight is the same all step long. Here it is quantized and gathered once, in both orientations, and
 every product multiplies these codes. The operands are the same to the bit. Each device holds two
-bytes per parameter of these weights, and scales, until the step ends.
+bytes per parameter of these weights, and scales, until the step ends. Where a kernel quantizes them
+in tiles it reads each weight once: all layers in one call on one device, a shard of a layer on a
+mesh.
 
 A weight of a layer whose operand differs from one microbatch to the next, or that something else
 than its products reads, stays "by product", as the trainer's first lines say (`reasons`). So do
@@ -142,10 +144,14 @@ def _made(w, site: Site, eqn: str, tokens: dict[str, int], dtype) -> WeightOpera
 
 def _stacked(spec: GemmSpec, ws, site: Site) -> WeightOperands | None:
   """The operands of all layers by one kernel, where one device has the stack."""
-  read = linear.read_weight(spec, Entry(ws, 0))
-  if spec.layout.mesh is not None or not _takes_one_reading(spec, read):
+  if spec.layout.mesh is not None:
     return None
+  read = linear.read_weight(spec, Entry(ws, 0))
+  if not isinstance(read, Entry) or not _takes_one_reading(spec, read):
+    return None  # of masters that are unpacked a layer at a time is enough
   matrix, along = operands.flatten(read, *spec.letters_of(Role.W_FWD), "")
+  if not mosaic_sm90.is_moved(matrix):
+    return None  # likewise of a copy with zeros around it
   with jax.named_scope("quantize"):
     made, amax = mosaic_sm90.quantize_stack(matrix.stack, _by_axis(spec, along))
   stats = amax[:, None]
@@ -168,18 +174,21 @@ def _by_axis(spec: GemmSpec, along: int) -> dict[int, Quant]:
 
 
 def _takes_one_reading(spec: GemmSpec, w) -> bool:
-  """Whether one kernel makes both operands of a weight, or of a shard of it, and finds its amax."""
+  """Whether one kernel makes both operands of a weight, or of a shard of it, and finds its amax:
+  in tiles of 128x128, of a matrix that both products take in the same order of letters."""
   if not isinstance(w, jax.Array | Entry) or not linear.reads_in_place(spec):
     return False
-  (letters, free, contracted), layout = spec.letters_of(Role.W_FWD), spec.layout
-  if letters not in (free + contracted, contracted + free):
+  letters, layout = spec.letters.w, spec.layout
+  orders = [(f + c, c + f) for _, f, c in map(spec.letters_of, ROLES)]
+  if not all(letters in order for order in orders):
     return False
+  # Of the shard that a device holds between steps.
   split = [1 if layout.is_manual else layout.size(layout.weight_axes(c)) for c in letters]
   shape = spec.sizes[len(spec.letters.x) :]
   sizes = {c: n // k for c, n, k in zip(letters, shape, split, strict=True)}
   quants = [cast(Quant, spec.quant(role)) for role in ROLES]
   return all(
-    WHOLE not in quant.tile
+    quant.tile[0] not in (1, WHOLE)
     and collectives.tiles_fit(sizes, *spec.letters_of(role)[1:], quant, layout)
     for role, quant in zip(ROLES, quants)
   )

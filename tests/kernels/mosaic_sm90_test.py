@@ -425,7 +425,8 @@ def test_a_weights_layer_is_tried_before_a_run(monkeypatch):
 
 @pytest.mark.parametrize("broken", ["data", pytest.param("amaxes", marks=pytest.mark.slow)])
 def test_the_weights_of_all_layers_are_tried_before_a_run(monkeypatch, broken):
-  make = quantizer.quantize_stack
+  make, quant = quantizer.quantize_stack, library.RECIPES["block_128"].fwd.rhs
+  self_test.quantizer(quant, (144, 160), stacks=True)
 
   def swapped(x, quants):
     made, amaxes = make(x, quants)
@@ -436,7 +437,7 @@ def test_the_weights_of_all_layers_are_tried_before_a_run(monkeypatch, broken):
   monkeypatch.setattr(quantizer, "quantize_stack", swapped)
   said = {"data": "of layer 0 of all wrongly", "amaxes": "finds amaxes of layers"}[broken]
   with pytest.raises(UserError, match=said):
-    self_test.quantizer(library.RECIPES["block_128"].fwd.rhs, (144, 160))
+    self_test.quantizer(quant, (144, 160), stacks=True)
 
 
 @pytest.mark.parametrize(

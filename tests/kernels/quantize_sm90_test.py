@@ -136,6 +136,7 @@ def test_a_layer_is_read_in_its_stack(rng, name, dtype, columns):
 def test_a_stack_is_quantized_by_one_kernel(rng, dtype, columns):
   """To the bits of each matrix, beside matrices of other magnitudes; also of padded sizes."""
   stack = jnp.stack([_matrix(rng, dtype, 133, columns) * 8**n for n in range(3)])
+  stack = stack.at[0].set(jnp.where(jnp.isfinite(stack[0]), stack[0], 1))  # the others have NaN
   quants = PAIRS["weight pow2"]
   make = lambda x: mosaic_sm90.quantize_stack(x, quants)  # noqa: E731
   assert len(list(_kernels(jax.make_jaxpr(make)(stack).jaxpr))) == 1
@@ -145,6 +146,9 @@ def test_a_stack_is_quantized_by_one_kernel(rng, dtype, columns):
     for along, want in _wanted(x, quants).items():
       _same_bits(made[along].data[n], want.data)
       _same_bits(made[along].scale[n], want.scale)
+  assert np.isnan(seen).tolist() == [False, True, True]
+  _, of_trials = jax.vmap(make)(jnp.stack([stack, stack[::-1]]))
+  _same_bits(of_trials, jnp.stack([seen, seen[::-1]]))
   for quant, said in ((library.RECIPES["tensor_current"].fwd.rhs, "one scale per matrix"),
                       (library.RECIPES["mxfp8"].fwd.rhs, "in tiles of")):  # fmt: skip
     with pytest.raises(ValueError, match=said):

@@ -117,7 +117,7 @@ def quantize_stack(
     axis -> ScaledMatrix of stacks, [L, R, C] for 1, [L, C, R] for 0; float32 [L].
 
   Raises:
-    ValueError: `supports` says no.
+    ValueError: `supports` says no, or a matrix would have one scale.
   """
   one = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
   for along, quant in quants.items():
@@ -235,13 +235,22 @@ def _outputs(quants, rows: int, columns: int, given, watched: bool):
   return tuple(outputs), shapes
 
 
+def is_moved(x) -> bool:
+  """Whether TMA moves a matrix, an Entry or a stack as it is."""
+  return not any(map(any, _pads(x)))
+
+
+def _pads(x) -> list[tuple[int, int]]:
+  sizes = zip(x.shape[-2:], (ROWS, 128 // x.dtype.itemsize))
+  return [(0, padded(n, unit) - n) for n, unit in sizes]
+
+
 def _fitted(x) -> Any:
   """The matrix with zeros up to sizes that TMA moves; a layer of other sizes leaves its stack."""
-  sizes = zip(x.shape[-2:], (ROWS, 128 // x.dtype.itemsize))
-  pads = [(0, padded(n, unit) - n) for n, unit in sizes]
+  pads = _pads(x)
   if not isinstance(x, Entry):
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + pads)
-  return x if pads == [(0, 0)] * 2 else jnp.pad(x.take(), pads)
+  return x if is_moved(x) else jnp.pad(x.take(), pads)
 
 
 def _tensor_scale(x, quant: Quant, amax, over):
