@@ -6,7 +6,7 @@ writes:  results/jax-VERSION.json
 needs:   pip install "jax[cuda13]", no GPU; ten seconds
 
 Calls a private function of jax. No number here is a time, and no kernel ran: the controls at the
-end are calls that no GPU can run, and they compile, too.
+end are calls that cannot run, and they compile, too.
 """
 
 import importlib.metadata
@@ -47,10 +47,11 @@ REFUSED = {
   "lengths of sequences": {"lengths": True},
   "gradients in E5M2 of values in E4M3": {"gradient": "float8_e5m2"},
 }
-# No GPU can run these: no FP8 units, and 28 heads that 5 do not divide.
+# Nothing can run these: the GPU has no FP8 units, or 5 does not divide the 28 heads.
 CONTROLS = {
   "an A100": ("a100", "float8_e4m3fn", {}),
   "28 heads over 5": ("h200", "float8_e4m3fn", {"kv_heads": 5}),
+  "28 heads over 5, BF16": ("h200", "bfloat16", {"kv_heads": 5}),
 }
 _TARGET = re.compile(r'= \((.*?)\) custom-call\(.*custom_call_target="(__cudnn\$[^"]*)"')
 
