@@ -202,9 +202,10 @@ def test_triton_that_widens_its_operands_is_caught_on_h200(capsys):
 @pytest.mark.parametrize("gpu, recipe", [
   ("b200", "tensor_current"), ("b200", "rowwise"), ("l4", "tensor_current"),
   ("rtx4090", "rowwise"), ("rtx5090", "tensor_current"), ("rtx5090", "rowwise"),
+  ("l4", "tensor_delayed"), ("rtx4090", "tensor_current_e5m2"), ("rtx5090", "fp8lm"),
 ])  # fmt: skip
 def test_scales_constant_along_k_run_in_fp8_next_to_hopper(capsys, gpu, recipe):
-  """All three products by cuBLASLt, which is given codes and the constant 1 for a scale.
+  """All quantized products by cuBLASLt, which is given codes and the constant 1 for a scale.
 
   Of which generation of Blackwell does therefore not matter: the limit of pytorch#192707 is of
   scales per row that cuBLASLt multiplies itself. Which of its kernels, only the GPU would tell.
@@ -213,6 +214,57 @@ def test_scales_constant_along_k_run_in_fp8_next_to_hopper(capsys, gpu, recipe):
   _show(capsys, found)
   assert not found["refused"] and found["fp8"] == found["planned"] > 0
   assert found["by"] == ["cuBLASLt FP8"]  # __cublas$lt$matmul$f8
+
+
+def on_a100() -> dict:
+  """Products, kernels and 8-bit arrays of the BF16 step that an A100 is advised, and the recipes
+  that it is not refused."""
+  from fp8jax.compiled import hlo, memory
+  from fp8jax.errors import ConfigError
+  from fp8jax.recipe import library
+  from fp8jax.step import train_step
+
+  changes = {
+    "precision.rules": ((".*", "bf16"),), "memory.remat_policy": "none", "eval.batch": 1,
+    "optim.moment_format": "coat", "optim.master_format": "bf16_remainder",
+    "memory.save_norm_inputs": "e4m3_16", "memory.save_gate_up": "e4m3_16",
+  }  # fmt: skip
+  spec, lowered = lower(load("configs/base.py", SMALL | changes), "a100", 1)
+  text = lowered.compile().as_text()
+  given = re.findall(r"f8e4m3fn\[([\d,]+)\][^=]*parameter\(", text[text.index("\nENTRY") :])
+  params = train_step.abstract_state(spec, 1).params
+  accepted = []
+  for name in (n for n, recipe in library.RECIPES.items() if recipe.is_quantized):
+    try:
+      lower(load("configs/base.py", SMALL | {"precision.rules": ((".*", name),)}), "a100", 1)
+      accepted.append(name)
+    except ConfigError as e:
+      assert "FP8 needs compute capability 8.9 or newer and this device has 8.0" in str(e), e
+  return {
+    "products": [[p.key and p.key.site, p.kernel, p.text] for p in hlo.gemms(text, "gpu")],
+    "calls": sorted(set(re.findall(r'custom_call_target="([^"]*)"', text))),
+    "moments": sum(math.prod(map(int, dims.split(","))) for dims in given),
+    "saved": memory.saved_by_layers(text, spec, params),
+    "accepted": accepted,
+  }
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_an_a100_multiplies_in_bf16_keeps_bytes_in_8_bits_and_is_refused_fp8():
+  found = _elsewhere("on_a100()")
+  assert not found["accepted"]
+  assert not [name for name in found["calls"] if name.endswith("$f8") or "mosaic" in name]
+  of_layers = [p for p in found["products"] if (p[0] or "").startswith("layers/")]
+  assert {site.removeprefix("layers/") for site, _, _ in of_layers} >= {"attn/q", "mlp/down"}
+  assert {kernel for _, kernel, _ in found["products"]} == {"cuBLASLt"}
+  assert all(re.match(r"bf16\S+ x bf16", text) for _, _, text in of_layers)
+  hidden, wide, layers, tokens = 3072, 4608, 2, 9 * 256
+  # Inputs of two norms, gate and up; q, k, v, o, gate, up, down and the embedding, twice.
+  in_8_bits = sum(n for name, n in found["saved"].items() if name.startswith("f8e4m3fn"))
+  assert in_8_bits == layers * tokens * (2 * hidden + 2 * wide)
+  weights = layers * hidden * (2 * 512 + 2 * 256 + 3 * wide) + 1024 * hidden
+  assert found["moments"] == 2 * weights
 
 
 def narrow_work(recipe: str, num: int = 1) -> dict:

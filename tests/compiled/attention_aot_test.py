@@ -3,6 +3,7 @@
 Needs the CUDA wheels and tokamax: make test-aot.
 """
 
+import importlib.util
 import json
 import math
 import re
@@ -60,6 +61,39 @@ def test_the_largest_array_is_the_bias_that_cudnn_takes(capsys):
   with capsys.disabled():
     print("\n" + json.dumps(found))
   assert found["bytes"] >= 2 * LENGTH**2 and f"{LENGTH},{LENGTH}]" in found["largest"]
+
+
+def cudnn_in_fp8(gpus: list[str], shape: dict) -> dict:
+  """What experiments/2026_cudnn_fp8_attention counts, by GPU and dtype."""
+  path = aot_harness.ROOT / "experiments/2026_cudnn_fp8_attention/compiled.py"
+  spec = importlib.util.spec_from_file_location("cudnn_fp8_attention", path)
+  spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+  dtypes = ("float8_e4m3fn", "bfloat16")
+  found = {f"{gpu} {dtype}": module.measure(gpu, dtype, shape) for gpu in gpus for dtype in dtypes}
+  return found | {"refused": {name: module.refusal(x) for name, x in module.REFUSED.items()}}
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_cudnns_fp8_attention_takes_scales_returns_amaxes_and_saves_bytes():
+  """A program of it is no proof: an A100, which has no FP8 units, gets the same calls."""
+  shape = {"tokens": 256, "heads": 4, "kv_heads": 2}
+  found = aot_harness.elsewhere(f"cudnn_in_fp8(['h200', 'b200', 'a100'], {shape!r})", __file__)
+  assert all(error for error in found.pop("refused").values())
+  q, kv, statistic = 256 * 4 * 128, 256 * 2 * 128, 4 * 256 * 4
+  for name, row in found.items():
+    size, scales, amaxes, fp8 = (1, 13, 6, "F8") if "float8" in name else (2, 0, 0, "")
+    both = row["forward and backward"]
+    assert both["calls"] == [f"__cudnn$fmhaSoftmax{fp8}", f"__cudnn$fmhaSoftmaxBackward{fp8}"]
+    assert len(both["scales"]) == scales and len(row["returned_amaxes"]) == amaxes
+    # q, k, v, dO; then O, dQ, dK, dV and the address of each result.
+    wide = size * (2 * q + 2 * kv)
+    assert both["argument_bytes"] == wide + 4 * scales
+    assert both["output_bytes"] == wide + 4 * amaxes + 8 * (4 + amaxes)
+    # q, k, v, O, the statistic of the softmax, and 12 scales that the backward pass reads.
+    assert row["saved_bytes"] == wide + statistic + 4 * (12 if fp8 else 0)
+    # Of cuDNN's own scratch memory the compiler knows nothing.
+    assert set(both["workspaces"]) == {"u8[0]{0}"}
 
 
 @pytest.mark.aot
