@@ -50,6 +50,12 @@ def _said(command: str, *arguments: str) -> str:
   return ((done.stdout or done.stderr).strip().splitlines() or [""])[-1]
 
 
+def memory_gib() -> float:
+  """The GPU's memory; 0 if nobody says."""
+  said = _said("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+  return int(said) / 1024 if said.isdecimal() else 0.0
+
+
 def _setmaxnreg(context: Context, shape) -> dict[str, Any]:
   """Compiles one GEMM whose producer is a warpgroup of its own and reads the compiler's report."""
   if context.is_dry:

@@ -19,8 +19,9 @@ from fp8jax.compiled import hlo
 from fp8jax.kernels import choose
 from fp8jax.models import presets, transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.ops import site_tree
+from fp8jax.ops import site_tree, stored_params, weight_operands
 from fp8jax.recipe.gemm import PASSES
+from fp8jax.step import quantized_once
 from gpu_check import measure
 from gpu_check.worker import Context, Wrong
 
@@ -28,6 +29,7 @@ from gpu_check.worker import Context, Wrong
 # each at most 0.059 off (E5M2): 0.145.
 BUDGET = 0.15
 LINEARS = 7
+DTYPE = jnp.dtype(jnp.bfloat16)
 DRY = dataclasses.replace(
   presets.DEBUG, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=1, head_dim=64
 )
@@ -42,8 +44,34 @@ def _with_unit_gain(cfg: ModelConfig) -> ModelConfig:
 MODELS = {"7b": _with_unit_gain(presets.QWEN25_7B), "dry": _with_unit_gain(DRY)}
 
 
-def build(recipe: str, tokens: int, model: ModelConfig, device: choose.Device):
-  """(function, abstract (weights, x, g), sites): -> (what the layer adds, dx, dw)."""
+def operands_of(mixers, weights, sites, tokens: int):
+  """{key of a mixer: {name: WeightOperands}} of one layer, as a step makes them once."""
+  stack = lambda tree: jax.tree.map(lambda x: x[None], tree)  # noqa: E731
+  return {
+    m.key: weight_operands.of_block(
+      list(m.sites), stack(weights[m.key]), stack(sites[m.key]), {"B": 1, "L": tokens}, DTYPE
+    )
+    for m in mixers
+  }
+
+
+def attached(weights, made):
+  """The weights with these operands, for products that are differentiated."""
+  for key, stacks in quantized_once.layer(made, 0).items():
+    own = {n: stored_params.Weight(w, weights[key][n], None) for n, w in stacks.items()}
+    weights = weights | {key: weights[key] | own}
+  return weights
+
+
+def build(
+  recipe: str, tokens: int, model: ModelConfig, device: choose.Device, once: bool = False
+):  # fmt: skip
+  """(function, abstract (weights, x, g, operands), sites): -> (what the layer adds, dx, dw).
+
+  Args:
+    once: whether the operands of weights come from outside, as memory.weight_operands="per_step"
+      has them; else they are {}.
+  """
   declaration = transformer.layer_params(model)
   sites = site_tree.build_sites(
     declaration,
@@ -52,7 +80,7 @@ def build(recipe: str, tokens: int, model: ModelConfig, device: choose.Device):
     backends=site_tree.Backends(device=device, tokens=tokens),
   )
   attention = "cudnn" if device.platform == "gpu" else "xla"
-  run = ComputeConfig(dtype=jnp.dtype(jnp.bfloat16), attention=attention)
+  run = ComputeConfig(dtype=DTYPE, attention=attention)
 
   def layer(weights, x, sites):
     positions = jnp.arange(tokens, dtype=jnp.int32)[None]
@@ -60,14 +88,17 @@ def build(recipe: str, tokens: int, model: ModelConfig, device: choose.Device):
     context = transformer.layer_context(batch, model, run)
     return transformer.layer(x, (weights, sites), context, model, run)[0]
 
-  def forward_and_backward(weights, x, g, sites):
-    y, pull = jax.vjp(lambda weights, x: layer(weights, x, sites), weights, x)
+  def forward_and_backward(weights, x, g, made, sites):
+    y, pull = jax.vjp(lambda weights, x: layer(attached(weights, made), x, sites), weights, x)
     weights, dx = pull(g)
     # Every recipe hands the residual stream and its gradient on: they are taken out.
     return y - x, dx - g, params.flatten(weights)
 
-  x = jax.ShapeDtypeStruct((1, tokens, model.hidden_size), jnp.bfloat16)
-  return forward_and_backward, (params.abstract(declaration, model.dims), x, x), sites
+  x = jax.ShapeDtypeStruct((1, tokens, model.hidden_size), DTYPE)
+  weights, mixers = params.abstract(declaration, model.dims), transformer.mixers(model)
+  make = lambda w: operands_of(mixers, w, sites, tokens)  # noqa: E731
+  made = jax.eval_shape(make, weights) if once else {}
+  return forward_and_backward, (weights, x, x, made), sites
 
 
 def _operands(model: ModelConfig, tokens: int):
@@ -78,35 +109,47 @@ def _operands(model: ModelConfig, tokens: int):
   return weights, x, g
 
 
-def run(context: Context, recipe: str, tokens: int, model: str) -> dict[str, Any]:
-  """{"ms", "tflops", "products", "errors", and what of_events finds}.
+def run(
+  context: Context, recipe: str, tokens: int, model: str, once: bool = False
+) -> dict[str, Any]:  # fmt: skip
+  """{"ms", "tflops", "products", "errors", and what of_events finds}; with `once` (see build)
+  "operands_ms", which a step pays once for all its microbatches.
 
   Raises:
     Wrong: a product of a narrow recipe is not FP8, or a result is further from BF16 than FP8
       explains.
   """
   cfg, device = MODELS[model], choose.current_device()
+  function, _, sites = build(recipe, tokens, cfg, device, once)
+  make = jax.jit(
+    lambda w: operands_of(transformer.mixers(cfg), w, sites, tokens),
+    compiler_options=measure.options(),
+  )
   arguments = _operands(cfg, tokens)
-  compiled, sites, text = _compile(recipe, tokens, cfg, device, arguments)
+  arguments = (*arguments, make(arguments[0]) if once else {})
+  compiled, text = _compile(function, arguments, sites, device)
   found = {"products": products(text, device.platform, recipe)}
   if recipe != "bf16":
-    found["errors"] = _errors(compiled(*arguments, sites), tokens, cfg, device, arguments)
+    found["errors"] = _errors(compiled(*arguments, sites), tokens, cfg, device, arguments[:3])
   call = functools.partial(compiled, *arguments, sites)
   rounds = measure.wall_times(context, call, 1)
   found |= {"ms": statistics.median(rounds), "spread_ms": max(rounds) - min(rounds)}
+  if once:
+    found["operands_ms"] = statistics.median(
+      measure.wall_times(context, lambda: make(arguments[0]), 1)
+    )
   found |= {"how": "wall clock", "tflops": flops(cfg, tokens) / found["ms"] / 1e9}
   if device.platform == "gpu":
     found |= _by_kernel(compiled, arguments, sites)
   return found
 
 
-def _compile(recipe: str, tokens: int, cfg: ModelConfig, device, arguments):
-  """(executable, sites, the text that products are read from)."""
-  function, _, sites = build(recipe, tokens, cfg, device)
+def _compile(function, arguments, sites, device):
+  """(executable, the text that products are read from)."""
   lowered = jax.jit(function, compiler_options=measure.options()).lower(*arguments, sites)
   compiled = lowered.compile()
   on_cpu = device.platform == "cpu"
-  return compiled, sites, lowered.as_text("hlo", debug_info=True) if on_cpu else compiled.as_text()
+  return compiled, lowered.as_text("hlo", debug_info=True) if on_cpu else compiled.as_text()
 
 
 def products(text: str, platform: str, recipe: str) -> dict[str, int]:
@@ -130,7 +173,9 @@ def products(text: str, platform: str, recipe: str) -> dict[str, int]:
 
 def _errors(got, tokens: int, cfg: ModelConfig, device, arguments) -> dict[str, float]:
   """Distance to BF16 of the output, the input's gradient and each weight's, in the norm."""
-  compiled, sites, _ = _compile("bf16", tokens, cfg, device, arguments)
+  function, _, sites = build("bf16", tokens, cfg, device)
+  arguments = (*arguments, {})
+  compiled, _ = _compile(function, arguments, sites, device)
   names = lambda results: {"y": results[0], "dx": results[1], **results[2]}  # noqa: E731
   got, want = names(got), names(compiled(*arguments, sites))
   norm = lambda x: float(jnp.linalg.norm(x.astype(jnp.float32).reshape(-1)))  # noqa: E731

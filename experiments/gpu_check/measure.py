@@ -28,17 +28,20 @@ def options() -> dict[str, bool] | None:
 
 
 def time_program(
-  context: Context, program: programs.Program, own: bool = True, check: Callable | None = None
-) -> dict[str, Any]:
+  context: Context, program: programs.Program, own: bool = True, check: Callable | None = None,
+  calls: int = 0,
+) -> dict[str, Any]:  # fmt: skip
   """{"ms", "spread_ms", "wall_ms", "how"} of one call.
 
   Args:
     own: whether the Pallas kernel alone counts, or all kernels of the function.
     check: of a result and its arguments; raises before anything is timed. It sees the very program
       that is timed, so that nothing is compiled twice. Not for programs that donate.
+    calls: in one program; 0: as many as exceed the L2 cache, two where arguments are donated.
   """
   size = programs.num_bytes(program.arguments)
-  count = 2 if context.is_dry or program.donates else min(8, -(-L2_BYTES // size) + 1)
+  few = context.is_dry or program.donates
+  count = calls or (2 if few else min(8, -(-L2_BYTES // size) + 1))
   if program.donates:
     return _time(context, *_in_place(program, count), count, own)
   sets = [program.concrete(seed) for seed in range(count)]

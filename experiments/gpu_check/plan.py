@@ -5,6 +5,7 @@ module. Families of SIDE_BY_SIDE stages run several at a time, all others alone.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 STAGES = (
@@ -18,7 +19,7 @@ STAGES = (
   "layer",
   "train",
 )
-MINUTES = 15.0  # that the seconds below add up to
+MINUTES = 26.0  # that the seconds below add up to; gpu_check.py names families for fifteen
 PARALLEL = 8  # families at one time, of stages where no time is measured
 SIDE_BY_SIDE = ("correctness", "run")
 RESERVE = 15.0  # seconds for the report
@@ -228,24 +229,65 @@ P2_CONFIGS = {
   "128x128_cluster2_warpgroup": _tile(producer="warpgroup"),
   "128x128_cluster2_inline": _tile(),
   "128x160_cluster2_warpgroup": _tile(160, stages=3, producer="warpgroup"),
+  "128x160_cluster2_inline": _tile(160, stages=5, raster=6),
   "128x128_cluster1_inline": _tile(cluster_m=1),
   "128x128_cluster1_warpgroup": _tile(cluster_m=1, producer="warpgroup"),
 }
+# The products of the 7B at 8,192 tokens, M, N, K. What they are cut into by default, and what the
+# default has to beat. The data gradient of up is the forward product of down, and the reverse.
+_DEFAULT = {"default": None}
+MLP_7B = {
+  "7b_up_wgrad": ("wgrad", (3584, 18944, 8192), _DEFAULT | {"128x128_cluster2_inline": _tile()}),
+  "7b_up_fwd": ("fwd", (8192, 18944, 3584), _DEFAULT | {
+    "128x128_cluster2": _tile(stages=5, raster=5, producer="warpgroup")}),
+  "7b_down_wgrad": ("wgrad", (18944, 3584, 8192), _DEFAULT),
+  "7b_down_fwd": ("fwd", (8192, 3584, 18944), _DEFAULT),
+}  # fmt: skip
+ATTENTION_7B = {
+  "7b_q_fwd": ("fwd", (8192, 3584, 3584), _DEFAULT),
+  "7b_q_wgrad": ("wgrad", (3584, 3584, 8192), _DEFAULT),
+  "7b_k_fwd": ("fwd", (8192, 512, 3584), _DEFAULT),
+  "7b_k_dgrad": ("fwd", (8192, 3584, 512), _DEFAULT),
+  "7b_k_wgrad": ("wgrad", (3584, 512, 8192), _DEFAULT),
+}
+WAYS = ("layers", "copied", "")  # where a product finds its layer: programs.gemm's kinds
+
+
+def _gemms(name: str, product: str, shape, configs, is_dry: bool) -> dict[str, dict[str, Any]]:
+  """Lines of one product. Args: configs: label -> fields of a Config, or None."""
+  shape = DRY_SHAPES[0] if is_dry else shape
+  configs = dict(list(configs.items())[: 2 if is_dry else None])
+  return {
+    f"gemm/{name}/{label}": {"product": product, "shape": shape, "config": config}
+    for label, config in configs.items()
+  }
+
+
+def _of_7b(is_dry: bool) -> list[Family]:
+  """Products by default tiles, and a layer in its stack beside the copy that this replaces."""
+
+  def lines(shapes):
+    return {line: values for name, (product, shape, configs) in shapes.items()
+            for line, values in _gemms(name, product, shape, configs, is_dry).items()}  # fmt: skip
+
+  stack = {
+    f"stack/{product}/{way or 'alone'}": {
+      "product": product, "kind": way,
+      "shape": DRY_SHAPES[0] if is_dry else MLP_7B[f"7b_up_{product}"][1],
+    }
+    for product in ("wgrad", "fwd") for way in WAYS
+  }  # fmt: skip
+  return [
+    Family("gemm_7b_mlp", "gemm", "gpu_check.time_gemm", 45, lines(MLP_7B)),
+    Family("gemm_7b_attention", "gemm", "gpu_check.time_gemm", 40, lines(ATTENTION_7B)),
+    Family("gemm_stack", "gemm", "gpu_check.time_stack", 50, stack),
+  ]
 
 
 def _speed(is_dry: bool) -> list[Family]:
-  tiny = DRY_SHAPES[0]
-
-  def gemms(name, product, shape, configs):
-    shape = tiny if is_dry else shape
-    configs = dict(list(configs.items())[: 2 if is_dry else None])
-    return {
-      f"gemm/{name}/{label}": {"product": product, "shape": shape, "config": config}
-      for label, config in configs.items()
-    }
-
+  gemms = functools.partial(_gemms, is_dry=is_dry)
   p2 = gemms("p2", "wgrad", P2, P2_CONFIGS)
-  p2 |= gemms("small_k", "fwd", SMALL_K, {"default": None})
+  p2 |= gemms("small_k", "fwd", SMALL_K, _DEFAULT)
   activation, weight, matrix = (
     (128, 128) if is_dry else shape for shape in (ACTIVATION, WEIGHT, MATRIX_7B)
   )
@@ -260,7 +302,8 @@ def _speed(is_dry: bool) -> list[Family]:
   prologue = {n: {"producer": n, "shape": matrix} for n in reversed(PRODUCERS)}
   return [
     Family("gemm_p3", "gemm", "gpu_check.time_gemm", 40, gemms("p3", "fwd", P3, P3_CONFIGS)),
-    Family("gemm_p2", "gemm", "gpu_check.time_gemm", 50, p2),
+    Family("gemm_p2", "gemm", "gpu_check.time_gemm", 58, p2),
+    *_of_7b(is_dry),
     Family("quantize", "elementwise", "gpu_check.time_elementwise", 25,
            {f"quantize/{k}": {"kind": "quantize", **v} for k, v in quantize.items()}),
     Family("prologues_speed", "elementwise", "gpu_check.time_elementwise", 25,
@@ -291,10 +334,11 @@ def _rivals(is_dry: bool) -> list[Family]:
 
 def _layer(is_dry: bool) -> Family:
   tokens = 128 if is_dry else 8192
-  names = ("bf16", "block_128") if is_dry else ("bf16", "block_128", "tensor_current")
-  return Family("layer", "layer", "gpu_check.layer", 70, {
-    f"layer/{recipe}": {"recipe": recipe, "tokens": tokens, "model": "dry" if is_dry else "7b"}
-    for recipe in names
+  of = {"tokens": tokens, "model": "dry" if is_dry else "7b"}
+  arms = {"bf16": {}, "block_128": {}, "block_128_once": {"once": True}, "tensor_current": {}}
+  return Family("layer", "layer", "gpu_check.layer", 105, {
+    f"layer/{arm}": {"recipe": arm.removesuffix("_once"), **of, **more}
+    for arm, more in arms.items() if not is_dry or arm != "tensor_current"
   })  # fmt: skip
 
 
@@ -317,18 +361,27 @@ def _runs(is_dry: bool) -> list[Family]:
           for name, values in lines.items()]  # fmt: skip
 
 
+# Name -> arm, steps, seconds (blocks compile for 100), GiB that it takes. A step of microbatches is
+# four times as long. State 43.1 GiB, sums 28.4, what a layer needs 8, weights' codes 12.2.
+TRAINED = {
+  "block_128_pow2": ("7b,block_128_pow2", 15, 130, 66),
+  "bf16": ("7b,bf16", 15, 60, 66),
+  "block_128_pow2_adamw": ("7b_adamw,block_128_pow2", 15, 130, 66),
+  "block_128_pow2_micro": ("7b_micro,block_128_pow2", 11, 175, 80),
+  "block_128_pow2_once": ("7b_once,block_128_pow2", 11, 175, 92),
+  "bf16_micro": ("7b_micro,bf16", 11, 105, 80),
+}
+
+
 def _train(is_dry: bool) -> list[Family]:
   if is_dry:  # no kernel is interpreted by launch.py
     return [Family("train", "train", "gpu_check.train", 60, {
       "train/debug/bf16": {"config": "configs/debug.py:bf16", "steps": 14}
     })]  # fmt: skip
-  arms = {"block_128_pow2": "7b,block_128_pow2", "bf16": "7b,bf16",
-          "block_128_pow2_adamw": "7b_adamw,block_128_pow2"}  # fmt: skip
   config = "experiments/2026_hopper/arms.py"
-  # Blocks compile for 100 seconds.
-  return [Family(f"train_{name}", "train", "gpu_check.train", 60 if name == "bf16" else 130, {
-    f"train/7b/{name}": {"config": f"{config}:{arm}", "steps": 15}
-  }) for name, arm in arms.items()]  # fmt: skip
+  return [Family(f"train_{name}", "train", "gpu_check.train", seconds, {
+    f"train/7b/{name}": {"config": f"{config}:{arm}", "steps": steps, "gib": gib}
+  }) for name, (arm, steps, seconds, gib) in TRAINED.items()]  # fmt: skip
 
 
 def families(is_dry: bool = False) -> list[Family]:

@@ -87,7 +87,8 @@ def gemm(product, shape, config=None, kind: str = "") -> Program:
     config: fields of tiles.Config; None takes the kernel's own choice.
     kind: "adds": a sum in the result's dtype is added to, in place. "groups": M tokens are divided
       among GROUPS experts; N and K are an expert's sizes. "layers": B, or the sum that is added to,
-      is one layer of a stack of LAYERS, whose number is the last operand.
+      is one layer of a stack of LAYERS, whose number is the last operand. "copied": the same, with
+      the layer copied out of its stack, or added to it after the product.
   """
   if kind == "groups":
     return _grouped(product, *shape)
@@ -97,8 +98,8 @@ def gemm(product, shape, config=None, kind: str = "") -> Program:
   operands = (scaled_matrix(spec.lhs, m, k), scaled_matrix(spec.rhs, n, k))
   if not kind:
     return Program(functools.partial(mosaic_sm90_lib.matmul, **how), operands)
-  if kind == "layers":
-    return _of_layer(product, shape, operands, how)
+  if kind in ("layers", "copied"):
+    return _of_layer(product, shape, operands, how, kind == "copied")
 
   def add(total, a, b):
     return (mosaic_sm90_lib.matmul(a, b, add_to=total, **how),)
@@ -106,16 +107,23 @@ def gemm(product, shape, config=None, kind: str = "") -> Program:
   return Program(add, (array(dtype, m, n), *operands), donates=1)
 
 
-def _of_layer(product: str, shape, operands, how) -> Program:
+def _of_layer(product: str, shape, operands, how, is_copied: bool) -> Program:
   (m, n, k), (a, b), number = shape, operands, array(jnp.int32)
   if product == "wgrad":
 
     def add(sums, a, b, i):
-      return (mosaic_sm90_lib.matmul(a, b, add_to=Entry(sums, i), **how),)
+      entry = Entry(sums, i)
+      if is_copied:  # in place, too, but by XLA and in a kernel of its own
+        return (entry.plus(mosaic_sm90_lib.matmul(a, b, **how)),)
+      return (mosaic_sm90_lib.matmul(a, b, add_to=entry, **how),)
 
     return Program(add, (array(jnp.float32, LAYERS, m, n), a, b, number), donates=1)
   stack = scaled_matrix(getattr(BLOCK, product).rhs, n, k, LAYERS)
-  read = lambda a, b, i: mosaic_sm90_lib.matmul(a, Entry(b, i), **how)  # noqa: E731
+
+  def read(a, b, i):
+    entry = Entry(b, i)
+    return mosaic_sm90_lib.matmul(a, entry.take() if is_copied else entry, **how)
+
   return Program(read, (a, stack, number))
 
 

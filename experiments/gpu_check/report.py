@@ -8,13 +8,14 @@ from typing import Any
 from gpu_check import plan, records
 
 LOG = records.ROOT / "experiments" / "LOG.md"
-TITLE = "*prediction* Every kernel on an H200"
+TITLE = "*prediction* Every kernel on an H200"  # of the first section, and how later ones begin
 COLUMNS = ["figure", "field", "predicted", "low", "high", "unit"]
 # Lines that are divided by the copy's bandwidth.
 OF_A_COPY = ("quantize/", "prologue/", "adam/")
 # Shown of each line; other values are in results.jsonl.
 FIELDS = ("tb_per_s", "share_of_copy", "tflops", "share_of_bf16", "ms", "spread_ms", "how",
-          "x_bf16", "busy_ms", "launches", "lattice_wrong", "norm_error", "sum_error", "error",
+          "x_bf16", "x_copied", "operands_ms", "busy_ms", "launches", "lattice_wrong",
+          "norm_error", "sum_error", "error",
           "setmaxnreg", "registers", "spilled_bytes", "works",
           "held_out", "held_out_bf16", "step_ms", "tokens_per_second", "mfu", "memory_gib",
           "fp8_share", "seconds_to_step_1", "steps")  # fmt: skip
@@ -38,23 +39,28 @@ class Prediction:
 
 
 def predictions(text: str | None = None) -> list[Prediction]:
-  """The table of the section TITLE of LOG.md.
+  """The tables of the sections of LOG.md that TITLE begins. Of two rows of one field the newer, by
+  the section, counts; the older stays in the notebook.
 
   Raises:
-    ValueError: the section, its table or a number is missing.
+    ValueError: the sections, a table or a number is missing.
   """
   text = LOG.read_text() if text is None else text
   sections = text.split("\n## ")[1:]  # the table of contents names TITLE before them
-  section = next((s for s in sections if TITLE in s.partition("\n")[0]), "")
-  rows = [[cell.strip() for cell in line.strip("|").split("|")]
-          for line in section.splitlines() if line.startswith("|")]  # fmt: skip
-  if not rows or rows[0] != COLUMNS:
+  found: dict[tuple[str, str], Prediction] = {}
+  for section in (s for s in reversed(sections) if TITLE in s.partition("\n")[0]):
+    rows = [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in section.splitlines() if line.startswith("|")]  # fmt: skip
+    if not rows or rows[0] != COLUMNS:
+      raise ValueError(f"a section {TITLE!r} of {LOG} has no table of columns {COLUMNS}")
+    found |= {(r[0], r[1]): Prediction(r[0], r[1], *map(float, r[2:5]), r[5]) for r in rows[2:]}
+  if not found:
     raise ValueError(f"{LOG} has no section {TITLE!r} with a table of columns {COLUMNS}")
-  return [Prediction(r[0], r[1], *map(float, r[2:5]), r[5]) for r in rows[2:]]
+  return list(found.values())
 
 
 def derived(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-  """Line -> values, with the ratios between lines: share_of_copy, share_of_bf16, x_bf16."""
+  """Line -> values, with ratios between lines: share_of_copy, share_of_bf16, x_bf16, x_copied."""
   values = {name: dict(r["values"]) for name, r in found.items() if r.get("status") == "ok"}
   copies = [v["tb_per_s"] for name in ("copy", "memcpy") if (v := values.get(f"ceiling/{name}"))]
   copy = max(copies, default=None)  # the faster is the ceiling
@@ -66,8 +72,12 @@ def derived(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
       v["share_of_bf16"] = v["tflops"] / bf16
     if name.startswith("layer/") and "layer/bf16" in values:
       v["x_bf16"] = values["layer/bf16"]["ms"] / v["ms"]
-    if name.startswith("train/") and "train/7b/bf16" in values:
-      v["x_bf16"] = values["train/7b/bf16"]["step_ms"] / v["step_ms"]
+    if name.startswith("train/"):  # of as many tokens
+      is_micro = name.endswith(("_micro", "_once"))
+      if base := values.get("train/7b/bf16" + "_micro" * is_micro):
+        v["x_bf16"] = base["step_ms"] / v["step_ms"]
+    if name.startswith("stack/") and (copied := values.get(f"{name.rpartition('/')[0]}/copied")):
+      v["x_copied"] = copied["ms"] / v["ms"]
   return values
 
 

@@ -7,25 +7,30 @@ import pathlib
 import statistics
 from typing import Any
 
-from gpu_check import launch
-from gpu_check.worker import Context, Cut, Wrong
+from gpu_check import environment, launch
+from gpu_check.worker import Absent, Context, Cut, Wrong
 
 WARM_UP = 3  # the first step compiles, the second reads what the first left
 TRACED = 8  # this step's kernels are traced; it is not among the timed ones
+SHARE = 0.95  # of the GPU's memory that JAX may take (memory.gpu_fraction)
 ENOUGH = 4  # timed steps, of a run that is cut
 
 
-def run(context: Context, config: str, steps: int) -> dict[str, Any]:
+def run(context: Context, config: str, steps: int, gib: float = 0) -> dict[str, Any]:
   """{"step_ms", "spread_ms", "tokens_per_second", "mfu", "memory_gib", "fp8_share", losses, and
   what layer.of_events finds}.
 
   Args:
     config: "FILE:ARM"; it logs every step.
+    gib: memory that it takes.
 
   Raises:
-    Absent, Wrong: as launch.run; a loss is not finite.
+    Absent, Wrong: as launch.run; a GPU with so much memory; a loss is not finite.
     Cut: time was up before ENOUGH steps were timed.
   """
+  has = environment.memory_gib()
+  if has and gib > SHARE * has:
+    raise Absent(f"a GPU with more memory: {config} takes {gib:.1f} GiB")
   traced: dict[str, Any] = {}
   try:
     rows = launch.run(

@@ -180,8 +180,9 @@ def show(here: Machine, out: rich.console.Console, in_clone: bool):
     out.print(f"the GPU is not used: {asked}")
   if note := choose.caution(here.device):
     out.print(f"caution: {note}")
-  if here.device.capability == 90 and (note := tile_config.note()):
-    out.print(f"kernels: {note}")
+  if here.device.capability == 90:
+    for note in tile_config.notes():
+      out.print(f"kernels: {note}")
   rows = recipes(here.device)
   table = [[r.name, ", ".join(dict.fromkeys(r.backends)) or "refused"] for r in rows]
   out.print(console_lib.table("backends of a linear layer's products", ["recipe", ""], table))

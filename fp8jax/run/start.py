@@ -172,7 +172,7 @@ def print_start(
   if note and _fp8_backends(spec) - {*gemm_api.EMULATED}:  # it is about the hardware's products
     out.print(f"  {note}")
   if spec.device.platform == "gpu" and "mosaic_sm90" in _fp8_backends(spec):
-    if note := tile_config.note():
+    for note in tile_config.notes():
       out.print(f"  {note}")
   if reason := choose.lacks_dtype(spec.device, "bfloat16"):
     out.print(f"  {reason}: compute is {spec.run.dtype.name}, attention {spec.run.attention}")

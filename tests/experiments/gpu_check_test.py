@@ -36,6 +36,7 @@ from gpu_check import (  # noqa: E402
   report,
   run,
   time_gemm,
+  time_stack,
   train,
   worker,
 )
@@ -129,6 +130,23 @@ def test_a_wrong_layer_is_seen(monkeypatch, product, off):
   values = dict(product=product, shape=(40, 64, 256), kind="layers")
   found = worker.measure(check_gemm.run, CONTEXT, values)
   assert found["status"] == ("wrong" if off else "ok"), found
+  # It is not timed; a layer that is copied out of its stack, or none, is the right one.
+  timed = []
+  monkeypatch.setattr(measure, "_time", lambda *args: timed.append(args) or {"ms": 2.0})
+  ways = ("layers",) if off else plan.WAYS
+  for kind in ways:
+    found = worker.measure(time_stack.run, CONTEXT, values | {"kind": kind})
+    assert found["status"] == ("wrong" if off else "ok"), (kind, found)
+  assert len(timed) == (0 if off else len(ways))
+
+
+def test_a_sum_that_reaches_another_layer_is_not_timed(monkeypatch):
+  def matmul(a, b, *, out_dtype, config=None, add_to=None):
+    return add_to.stack + jnp.inner(a.dequantize(), b.dequantize())
+
+  monkeypatch.setattr(mosaic_sm90_lib, "matmul", matmul)
+  values = dict(product="wgrad", shape=(40, 64, 256), kind="layers")
+  assert worker.measure(time_stack.run, CONTEXT, values)["status"] == "wrong"
 
 
 @pytest.mark.parametrize("broken", ["", "scale"])
@@ -317,7 +335,15 @@ def test_every_prediction_is_of_a_line_and_every_kernel_has_one():
   predicted = {p.line for p in found}
   wanted = [n for n in lines if n.startswith(("quantize/", "prologue/", "adam/", "ceiling/"))]
   wanted += [n for n in lines if n.startswith("gemm/") and n.endswith("/default")]
+  wanted += [n for n in lines if n.startswith("stack/") or n.endswith(("_micro", "_once"))]
   assert set(wanted) <= predicted
+  assert len({(p.line, p.field) for p in found}) == len(found)
+  # Sections are newest first; the older row stays in the notebook and is not shown.
+  table = "| " + " | ".join(report.COLUMNS) + " |\n|---|\n"
+  older, newer = (f"{report.TITLE}{end}\n{table}" for end in ("", ", again"))
+  text = f"\n## {newer}| a | ms | 2 | 1 | 3 | ms |\n"
+  text += f"\n## {older}| a | ms | 4 | 3 | 5 | ms |\n| b | ms | 6 | 5 | 7 | ms |\n"
+  assert [(p.line, p.predicted) for p in report.predictions(text)] == [("a", 2.0), ("b", 6.0)]
   with pytest.raises(ValueError, match="no section"):
     report.predictions("## another\n| figure |\n")
 
@@ -326,12 +352,16 @@ def test_the_page_holds_figures_against_predictions():
   ok = lambda **values: {"status": "ok", "values": values}  # noqa: E731
   found = {
     "ceiling/copy": ok(tb_per_s=4.0, ms=1.0), "quantize/both": ok(tb_per_s=2.0, ms=1.0),
-    "layer/bf16": ok(ms=20.7), "layer/block_128": ok(ms=16.9),
+    "layer/bf16": ok(ms=20.7), "layer/block_128": ok(ms=16.9), "train/7b/bf16": ok(step_ms=90.0),
+    "train/7b/bf16_micro": ok(step_ms=360.0), "train/7b/block_128_pow2_once": ok(step_ms=300.0),
+    "stack/fwd/copied": ok(ms=3.0), "stack/fwd/layers": ok(ms=2.0),
     "correctness/gemm_groups/fwd/2000x1536x1024": {"status": "wrong", "why": "lattice: 3 of 4"},
   }  # fmt: skip
   text = report.page(plan.families(), found, KEY)
   assert "| quantize/both | share_of_copy | 0.5 | 0.82 | 0.75 to 0.9 | of a copy | below |" in text
-  assert "| layer/block_128 | x_bf16 | 1.225 | 1.22 | 1.15 to 1.3 | times BF16 | within |" in text
+  assert "| layer/block_128 | x_bf16 | 1.225 | 1.16 | 1.08 to 1.25 | times BF16 | within |" in text
+  assert "| train/7b/block_128_pow2_once | x_bf16 | 1.2 |" in text  # of as many tokens
+  assert "| stack/fwd/layers | x_copied | 1.5 |" in text
   assert "| adam/coat | share_of_copy | not measured |" in text
   assert "| correctness/gemm_groups/fwd/2000x1536x1024 | wrong | lattice: 3 of 4 |" in text
   assert "| rival/deep_gemm/p3 | not run | time did not reach it |" in text
@@ -346,7 +376,25 @@ def test_the_plan_fits_its_minutes_and_prints(capsys):
   assert all(len(f.lines) <= 8 or f.name == "gemm_p2" for f in families if f.stage == "gemm")
   assert driver.main(["--plan"]) == 0
   text = capsys.readouterr().out
-  assert all(name in text for name in names) and "885 s  report.md" in text
+  assert all(name in text for name in names) and "1545 s  report.md" in text
+
+
+def test_the_command_for_fifteen_minutes_fits_them():
+  """That of gpu_check.py; the guide has the same. Its first families are the correctness of what
+  its others time."""
+  words = (ROOT / "experiments" / "gpu_check.py").read_text().split('"""')[1]
+  command = words.partition("--minutes 15 --families")[2].partition("\n\n")[0]
+  names = command.replace("\\", " ").split()
+  guide = (ROOT / "experiments" / "guide" / "gpu.md").read_text()
+  assert names == guide.partition("--minutes 15 --families")[2].partition("```")[0].replace(
+    "\\", " ").split()  # fmt: skip
+  families = driver.selected(driver.arguments(["--plan", "--families", *names]))
+  assert [f.name for f in families] == names  # in the order in which they run
+  assert sum(f.wall_seconds for f in families) + plan.RESERVE <= 60 * 15
+  lines = {name for f in families for name in f.lines}
+  new = ("stack/", "gemm/7b_", "layer/", "gemm/p2/", "correctness/gemm_layers/")
+  assert {n for f in plan.families() for n in f.lines if n.startswith(new)} <= lines
+  assert {f"train/7b/{n}" for n in plan.TRAINED if n.endswith(("_micro", "_once"))} <= lines
 
 
 def test_times_are_of_the_kernel_alone():
@@ -424,6 +472,17 @@ def test_a_run_that_is_cut_counts_if_it_has_steps_enough(monkeypatch):
 
   assert cut(9) == {"status": "cut", "why": "launch.py was out of time"}  # steps 4, 5 and 6
   assert cut(10)["values"]["steps"] == 4 and "cut" not in records.FINISHED
+
+
+@pytest.mark.parametrize("has, status", [(0.0, "ok"), (79.6, "absent"), (139.8, "ok")])
+def test_a_run_needs_its_memory(monkeypatch, has, status):
+  rows = [{"step": n, "loss": 5.0, "elapsed_seconds": float(n), "tokens_per_second": 1.0,
+           "step_seconds": 1.0} for n in range(1, 12)]  # fmt: skip
+  monkeypatch.setattr(launch, "run", lambda *_, **__: rows)
+  monkeypatch.setattr(environment, "memory_gib", lambda: has)
+  values = dict(config="c.py:a", steps=11, gib=80.0)  # 79.6 GiB are an H100's
+  found = worker.measure(train.run, CONTEXT, values)
+  assert found["status"] == status and ("80.0 GiB" in found.get("why", "")) == (status == "absent")
 
 
 def test_time_between_kernels_is_seen():

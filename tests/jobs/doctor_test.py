@@ -61,6 +61,7 @@ def test_report_on_a_gpu_names_what_runs_and_why_not(kind):
   assert ("float16" in text.split("first run")[1]) == (capability == 75)
   says = capability == 90 and not tile_config.has_register_pools()
   assert ("kernels: jax" in text) == says
+  assert ("kernels: tiles by a model" in text) == (capability == 90)
 
 
 @pytest.mark.parametrize("kind", GPUS)

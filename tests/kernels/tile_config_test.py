@@ -91,12 +91,16 @@ def test_no_shape_of_the_table_gets_longer_and_large_ones_share_what_they_load(p
 def test_a_shape_is_cut_as_the_nearest_that_was_measured(monkeypatch, tmp_path):
   monkeypatch.setattr(tile_config, "_path", lambda: tmp_path / "gpu.json")
   assert tile_config.choice(4096, 7168, 2048, True, jnp.bfloat16).source == "model"
+  assert tile_config.notes()[0] == "tiles by a model of shared memory"
   near, far, other = Config(raster=3), Config(raster=5), Config(raster=7)
   for mnk, is_tiled, config in (
     ((4096, 7168, 2048), True, near), ((6144, 7168, 2048), True, far),
     ((4096, 7168, 3072), False, other),
   ):  # fmt: skip
-    tile_config.store(mnk, is_tiled, jnp.bfloat16, config, {"ms": 1.0})
+    by = {"ms": 1.0, "jax": "0.11.2", "commit": "abcdef0123"}
+    tile_config.store(mnk, is_tiled, jnp.bfloat16, config, by)
+  here = f"tiles of 3 shapes measured on {tile_config.device_name()} (jax 0.11.2, abcdef01), others"
+  assert tile_config.notes()[0] == f"{here} by a model of shared memory"
   ask = lambda *mnk, out=jnp.bfloat16: tile_config.choice(*mnk, True, out)  # noqa: E731
   assert ask(4096, 7168, 2048) == (near, "measured")
   assert ask(4096, 7168, 3072) == (near, "measured at 4096,7168,2048")

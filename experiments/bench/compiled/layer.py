@@ -24,27 +24,15 @@ from fp8jax.compiled import aot  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
 from fp8jax.models import transformer  # noqa: E402
 from fp8jax.models.config import ComputeConfig  # noqa: E402
-from fp8jax.ops import site_tree, stored_params, weight_operands  # noqa: E402
+from fp8jax.ops import site_tree  # noqa: E402
 from fp8jax.run import provenance  # noqa: E402
-from fp8jax.step import quantized_once  # noqa: E402
 
-MODEL, TOKENS, DTYPE = layer.MODELS["7b"], 8192, jnp.dtype(jnp.bfloat16)
+MODEL, TOKENS, DTYPE = layer.MODELS["7b"], 8192, layer.DTYPE
 ARMS = {
   f"{recipe}, {part}" + ", once" * once: (recipe, part, once)
   for part in ("layer", "mlp")
   for recipe, once in (("bf16", False), ("block_128_pow2", False), ("block_128_pow2", True))
 }
-
-
-def _operands(mixers, weights, sites):
-  """{key of a mixer: {name: operands of the one layer}}."""
-  stack = lambda tree: jax.tree.map(lambda x: x[None], tree)  # noqa: E731
-  return {
-    m.key: weight_operands.of_block(
-      list(m.sites), stack(weights[m.key]), stack(sites[m.key]), {"B": 1, "L": TOKENS}, DTYPE
-    )
-    for m in mixers
-  }
 
 
 def build(recipe: str, part: str, once: bool):
@@ -64,13 +52,7 @@ def build(recipe: str, part: str, once: bool):
     return x
 
   def forward_and_backward(weights, x, g, sites, made):
-    def of(weights, x):
-      for key, stacks in quantized_once.layer(made, 0).items():
-        own = {n: stored_params.Weight(w, weights[key][n], None) for n, w in stacks.items()}
-        weights = weights | {key: weights[key] | own}
-      return block(weights, x, sites)
-
-    y, pull = jax.vjp(of, weights, x)
+    y, pull = jax.vjp(lambda w, x: block(layer.attached(w, made), x, sites), weights, x)
     dw, dx = pull(g)
     # The residual stream and its gradient are handed on: they are taken out.
     return y - x, dx - g, params.flatten(dw)
@@ -78,7 +60,8 @@ def build(recipe: str, part: str, once: bool):
   x = jax.ShapeDtypeStruct((1, TOKENS, MODEL.hidden_size), DTYPE)
   declared = params.abstract(declaration, MODEL.dims)
   weights = {m.key: declared[m.key] for m in mixers}
-  made = jax.eval_shape(lambda w: _operands(mixers, w, sites), weights) if once else {}
+  make = lambda w: layer.operands_of(mixers, w, sites, TOKENS)  # noqa: E731
+  made = jax.eval_shape(make, weights) if once else {}
   return forward_and_backward, (weights, x, x, sites, made)
 
 

@@ -182,14 +182,18 @@ def has_register_pools() -> bool:
   return jax.__version_info__ < (0, 12)
 
 
-def note() -> str | None:
-  """For the start of a run: larger tiles, which another jax compiles. None if this one does."""
-  if has_register_pools():
-    return None
-  return (
-    f"jax {jax.__version__} compiles forward products and data gradients with tiles of 128x128. "
-    "jax 0.11.2 fits 128x192 into registers: by a model of shared memory 13 % less time, not timed"
-  )
+def notes() -> list[str]:
+  """For the start of a run: where tiles come from; larger ones, which another jax compiles."""
+  table = _table(_path())
+  by = sorted({f"jax {row.get('jax')}, {str(row.get('commit'))[:8]}" for row in table.values()})
+  source = f"tiles of {len(table)} shapes measured on {device_name()} ({'; '.join(by)}), others"
+  found = [f"{source if table else 'tiles'} by a model of shared memory"]
+  if not has_register_pools():
+    found.append(
+      f"jax {jax.__version__} compiles forward products and data gradients with tiles of 128x128. "
+      "jax 0.11.2 fits 128x192 into registers: by that model 13 % less time, not timed"
+    )
+  return found
 
 
 def plain(is_tiled: bool, out_dtype) -> Config:
