@@ -405,13 +405,13 @@ def main(arguments: Sequence[str] | None = None):
   of = read(folder)
   if not of:  # else the ledger would say that nothing was run
     parser.error(f"{folder} holds no results; expected files of lab/run_queue.py, at any depth")
-  found = rows(of)
-  (HERE / "ledger.md").write_text(markdown(found, of, curves(of)))
+  found, by_rate = rows(of), curves(of)
+  (HERE / "ledger.md").write_text(markdown(found, of, by_rate))
   table = [dataclasses.asdict(r) for r in found]
   (HERE / "ledger.json").write_text(records.to_json(table, indent=1) + "\n")
   import pictures  # altair, half a second
 
-  pictures.write(found, of)
+  pictures.write(found, of, by_rate)
   counts = collections.Counter(r.verdict for r in found)
   print(json.dumps(counts, indent=1))
 

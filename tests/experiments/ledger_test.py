@@ -1,9 +1,11 @@
 """The ledger's rules at their bounds, and its pictures."""
 
+import collections
 import dataclasses
 import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -315,7 +317,41 @@ def test_pictures_say_n_floor_and_the_ledgers_word():
     assert f">{pictures.label(row)}<" in shown["saves"] and of["parameter"][0] < 99
 
 
+def _points_of_arms(slug):
+  """{(rate, loss, line): marks} of the result files: a point, the line's first, the best's ring."""
+  (system,) = (s for s in runs.SYSTEMS if s.slug == slug)
+  made = collections.Counter()
+  for arm in system.arms:
+    by_rate = collections.defaultdict(list)
+    for run in system.runs((arm,)):
+      (path,) = ledger.RESULTS.rglob(f"{run.name}.json")
+      kept = json.loads(path.read_text())
+      loss = np.mean(kept["losses"][kept["warmup"] :]) if kept["status"] == "finished" else np.inf
+      by_rate[run.trial[1]["optim.peak_lr"]].append(loss)
+    line = arm.name.split(", ")[-1]
+    means = {rate: np.mean(of) for rate, of in by_rate.items() if np.isfinite(of).all()}
+    for rate in (*means, min(means), min(means, key=means.get)):
+      made[f"{rate:.6g}", f"{means[rate]:.5f}", line] += 1
+  return made
+
+
+def test_the_committed_picture_of_rates_is_that_of_the_results():
+  """Losses and rings of every width, read from the SVG's labels."""
+  svg = (pictures.FOLDER / "rates.svg").read_text()
+  label = r'"peak learning rate: ([\d.]+); training loss[^:]*: ([\d.]+); (?:arm: )?([^"]+)"'
+  shown = collections.Counter(
+    (f"{float(rate):.6g}", f"{float(loss):.5f}", line)
+    for rate, loss, line in re.findall(label, svg)
+  )
+  expected = sum(map(_points_of_arms, pictures.RATES), collections.Counter())
+  assert shown == expected and shown.total() == 48 + 2 * 10  # lines begin, rings
+  assert {c.system for c in ledger.curves(ledger.read())} == pictures.RATES.keys()
+  for title in ("plain BF16, Adam: n = 2, 147 steps", "µS in FP8, Lion: n = 2, 147 steps"):
+    assert svg.count(f">{title}<") == 1
+
+
 @pytest.mark.slow  # programs of nine configurations are traced
 def test_the_committed_pictures_are_what_the_ledger_gives():
-  for name, svg in pictures.draw(ledger.rows(of := ledger.read()), of).items():
+  of = ledger.read()
+  for name, svg in pictures.draw(ledger.rows(of), of, ledger.curves(of)).items():
     assert (pictures.FOLDER / f"{name}.svg").read_text().rstrip() == svg.rstrip(), name
