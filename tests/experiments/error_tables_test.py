@@ -201,7 +201,18 @@ def test_an_update_on_a_logarithmic_grid_errs_as_the_theorem_bounds_it():
         assert moved < 0.5 * mean
 
 
-def test_the_page_of_lns_madam_is_that_of_its_results():
+def _madams_loss(bits: int) -> float:
+  """Mean over seeds 0 and 1 of a result file's losses after its warm-up."""
+  name = f"0p8m-python_docs-bf16-optimizer=madam-peak_lr=0.08-master_format=lns{bits}-512steps"
+  folder, means = ROOT / "experiments/lab/results", []
+  for seed in (0, 1):
+    (path,) = folder.rglob(f"{name}-seed{seed}.json")
+    kept = json.loads(path.read_text())
+    means.append(np.mean(kept["losses"][kept["warmup"] :]))
+  return float(np.mean(means))
+
+
+def test_the_page_of_lns_madam_is_that_of_its_results_and_of_the_labs():
   script = _script("experiments/2021_lns_madam/update_error.py")
   results, readme = _kept("2021_lns_madam")
   assert script.tables(results) in readme
@@ -211,6 +222,16 @@ def test_the_page_of_lns_madam_is_that_of_its_results():
     assert again == pytest.approx(results["updates"][name], rel=1e-9)
   for name, picojoules in results["energy"].items():
     assert script.energy(name) == pytest.approx(picojoules)
+  # Losses are those of the lab's committed results today, not of the day of the script.
+  for name, found in script.trainings().items():
+    assert results[name] == found, f"{name}: run experiments/2021_lns_madam/update_error.py again"
+  (bits,) = (line for line in readme.splitlines() if line.startswith("| Madam | "))
+  for n, cell in zip((16, 14, 12, 10), bits.split(" | ")[1:], strict=True):
+    assert float(cell.strip(" |")) == pytest.approx(_madams_loss(n), abs=5.1e-4)
+  rows = json.loads((ROOT / "experiments/ledger.json").read_text())
+  for row in (row for row in rows if row["system"] == "2021_lns_madam"):
+    said = f"| {row['candidate']} against {row['baseline']} | {len(row['seeds'])} | "
+    assert f"{said}{row['effect']:+.2f} | [{row['low']:+.2f}, {row['high']:+.2f}] | " in readme
 
 
 _SPAN = (0.5, 5.0)
