@@ -150,45 +150,45 @@ def _system(slug: str) -> design.System:
   return system
 
 
-def _results(slug: str) -> stability.Found:
-  return stability.found(_system(slug), ledger.read())
-
-
 def _loss(result) -> float:
   """Training loss after the warm-up; infinite where the run diverged."""
   is_over = result.status == "finished"
   return float(np.mean(result.losses[result.warmup :])) if is_over else math.inf
 
 
-def searched() -> dict[str, dict[str, float | None]]:
+def searched(of_runs: ledger.Index) -> dict[str, dict[str, float | None]]:
   """{arm: {rate: training loss}} of the lab's results, None where it diverged."""
   found = {}
-  for (arm, rate), by_seed in _results("2021_lns_madam_rates").items():
+  for (arm, rate), by_seed in stability.found(_system("2021_lns_madam_rates"), of_runs).items():
     loss = _loss(next(iter(by_seed.values())))
     found.setdefault(arm, {})[f"{rate:g}"] = loss if math.isfinite(loss) else None
   return found
 
 
-def trained() -> dict[str, Any]:
+def trained(of_runs: ledger.Index) -> dict[str, Any]:
   """{arm: training loss, mean of "seeds"}, the seeds that all arms have that were run."""
-  of = {arm: by_seed for (arm, _), by_seed in _results("2021_lns_madam").items()}
+  of = {
+    arm: by_seed
+    for (arm, _), by_seed in stability.found(_system("2021_lns_madam"), of_runs).items()
+  }
   seeds = sorted(set.intersection(*map(set, of.values()))) if of else []
   means = {arm: float(np.mean([_loss(by[s]) for s in seeds])) for arm, by in of.items() if seeds}
   return {"seeds": seeds} | means
 
 
-def compared() -> dict[str, dict[str, Any]]:
+def compared(of_runs: ledger.Index) -> dict[str, dict[str, Any]]:
   """{comparison: what the ledger says of it}."""
   kept = ("count", "effect", "low", "high", "verdict")
   return {
     f"{row.candidate} against {row.baseline}": {name: getattr(row, name) for name in kept}
-    for row in ledger.rows(ledger.read(), [_system("2021_lns_madam")])
+    for row in ledger.rows(of_runs, [_system("2021_lns_madam")])
   }
 
 
 def trainings() -> dict[str, Any]:
   """What the results of the lab say today; the rest of results.json is computed here."""
-  return {"rates": searched(), "trained": trained(), "compared": compared()}
+  of = ledger.read()
+  return {"rates": searched(of), "trained": trained(of), "compared": compared(of)}
 
 
 def _trained_tables(found: dict) -> list[str]:
