@@ -14,10 +14,13 @@ import numpy as np
 import oracle
 import pytest
 
+from fp8jax.ops import site as site_lib
+from fp8jax.ops.dots import dot
 from fp8jax.optim import storage
 from fp8jax.optim.storage import Moments
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+from experiments.lab import tensors  # noqa: E402
 from experiments.moments import dynamics  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -260,6 +263,16 @@ def test_unit_scaling_gives_every_tensor_deviation_near_1_and_a_plain_model_does
     for kind, of in found.items():
       ends = [kept[arm][f"{kind}_min"], kept[arm][f"{kind}_max"]]
       assert [min(of.values()), max(of.values())] == pytest.approx(ends, rel=0.02)
+
+
+def test_watched_operands_are_those_of_the_product(rng):
+  """lab/tensors.py stands between a backward pass and its product: NumPy says what comes by."""
+  x, w, g = (np.float32(rng.integers(-4, 5, shape)) for shape in ((16, 32), (32, 64), (16, 64)))
+  site = dataclasses.replace(site_lib.single("bf16"), name="layers/a")
+  seen, dw = tensors.watched(lambda w: (dot("BD,DF->BF", x, w, site) * g).sum(), w, 16)
+  for found, expected in zip(seen["layers/a"][0], (x, w, g), strict=True):
+    np.testing.assert_array_equal(found, expected)
+  np.testing.assert_array_equal(dw, x.T @ g)
 
 
 def test_adams_step_along_gradients_is_numpys(rng):
