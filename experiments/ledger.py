@@ -1,4 +1,5 @@
-"""The ledger of the lab: verdicts from result files -> ledger.md, ledger.json, lab/pictures.
+"""The ledger of the lab: verdicts from result files -> ledger.md, ledger.json, lab/pictures, and
+the words of README.md's table of papers.
 
 command: python experiments/ledger.py [FOLDER]    (experiments/lab/results: *.json, at any depth)
 
@@ -16,6 +17,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -393,6 +395,47 @@ def _systems(found: Sequence[Row]) -> list[str]:
   return lines
 
 
+# In a cell of README.md: <!-- ledger SLUG -->, or SLUG: CANDIDATE, the words, <!-- end -->.
+_PLACE = re.compile(r"(<!-- ledger ([\w]+)(?:: ([^>]+?))? -->).*?(<!-- end -->)")
+_IN_FULL = 3
+
+
+def of_papers(text: str, found: Sequence[Row]) -> str:
+  """README.md with the ledger's words, in place of those behind each `<!-- ledger SLUG -->`."""
+
+  def words(match: re.Match) -> str:
+    start, slug, candidate, end = match.groups()
+    own = [r for r in found if r.system == slug and candidate in (None, r.candidate)]
+    return f"{start}ledger: {_said(own)}{end}"
+
+  return _PLACE.sub(words, text)
+
+
+def _said(rows: Sequence[Row]) -> str:
+  """Up to three rows in full, more by their words."""
+  by_word = collections.defaultdict(list)
+  made = []
+  for r in rows:
+    word = r.verdict.partition(":")[0]
+    seeds = f" ({r.count} seeds)" if " of " in r.count else ""
+    by_word[word].append(r)
+    of = f"{r.candidate} against {r.baseline}"
+    of += "" if r.quantity == "training" else f", {r.quantity},"
+    if r.effect is not None:
+      of += f" {_number(r.effect)} %"
+    if r.effect is not None and len(r.seeds) > 1:
+      of += f" [{_number(r.low)}, {_number(r.high)}]"
+    made.append(f"{of}: {word}{seeds}")
+  if len(rows) <= _IN_FULL:
+    return "; ".join(made)
+  counts = {word: sorted({r.count for r in of if " of " in r.count})
+            for word, of in by_word.items()}  # fmt: skip
+  return ", ".join(
+    f"{len(of)} {word}" + f" ({', '.join(counts[word])} seeds)" * bool(counts[word])
+    for word, of in by_word.items()
+  )
+
+
 def read(folder: pathlib.Path = RESULTS) -> Index:
   """The results below a folder."""
   return index(map(results_lib.read, sorted(folder.rglob("*.json"))))
@@ -405,13 +448,15 @@ def main(arguments: Sequence[str] | None = None):
   of = read(folder)
   if not of:  # else the ledger would say that nothing was run
     parser.error(f"{folder} holds no results; expected files of lab/run_queue.py, at any depth")
-  found = rows(of)
-  (HERE / "ledger.md").write_text(markdown(found, of, curves(of)))
+  found, by_rate = rows(of), curves(of)
+  (HERE / "ledger.md").write_text(markdown(found, of, by_rate))
+  papers = HERE / "README.md"
+  papers.write_text(of_papers(papers.read_text(), found))
   table = [dataclasses.asdict(r) for r in found]
   (HERE / "ledger.json").write_text(records.to_json(table, indent=1) + "\n")
   import pictures  # altair, half a second
 
-  pictures.write(found, of)
+  pictures.write(found, of, by_rate)
   counts = collections.Counter(r.verdict for r in found)
   print(json.dumps(counts, indent=1))
 

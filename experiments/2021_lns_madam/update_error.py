@@ -21,6 +21,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "lab")]
 
 import altair as alt  # noqa: E402
+import design  # noqa: E402
 import ledger  # noqa: E402
 import numpy as np  # noqa: E402
 import runs as runs_lib  # noqa: E402
@@ -141,12 +142,12 @@ def energy(name: str) -> float:
   return sum(count * PICOJOULES[what] for what, count in MACS[name].items())
 
 
-# --- the search of Madam's rate -------------------------------------------------------------------
+# --- training: of the lab's results ---------------------------------------------------------------
 
 
-def _results(slug: str) -> stability.Found:
+def _system(slug: str) -> design.System:
   (system,) = (s for s in runs_lib.SYSTEMS if s.slug == slug)
-  return stability.found(system, ledger.read())
+  return system
 
 
 def _loss(result) -> float:
@@ -155,21 +156,59 @@ def _loss(result) -> float:
   return float(np.mean(result.losses[result.warmup :])) if is_over else math.inf
 
 
-def searched() -> dict[str, dict[str, float | None]]:
+def searched(of_runs: ledger.Index) -> dict[str, dict[str, float | None]]:
   """{arm: {rate: training loss}} of the lab's results, None where it diverged."""
   found = {}
-  for (arm, rate), by_seed in _results("2021_lns_madam_rates").items():
+  for (arm, rate), by_seed in stability.found(_system("2021_lns_madam_rates"), of_runs).items():
     loss = _loss(next(iter(by_seed.values())))
     found.setdefault(arm, {})[f"{rate:g}"] = loss if math.isfinite(loss) else None
   return found
 
 
-def trained() -> dict[str, Any]:
+def trained(of_runs: ledger.Index) -> dict[str, Any]:
   """{arm: training loss, mean of "seeds"}, the seeds that all arms have that were run."""
-  of = {arm: by_seed for (arm, _), by_seed in _results("2021_lns_madam").items()}
+  of = {
+    arm: by_seed
+    for (arm, _), by_seed in stability.found(_system("2021_lns_madam"), of_runs).items()
+  }
   seeds = sorted(set.intersection(*map(set, of.values()))) if of else []
   means = {arm: float(np.mean([_loss(by[s]) for s in seeds])) for arm, by in of.items() if seeds}
   return {"seeds": seeds} | means
+
+
+def compared(of_runs: ledger.Index) -> dict[str, dict[str, Any]]:
+  """{comparison: what the ledger says of it}."""
+  kept = ("count", "effect", "low", "high", "verdict")
+  return {
+    f"{row.candidate} against {row.baseline}": {name: getattr(row, name) for name in kept}
+    for row in ledger.rows(of_runs, [_system("2021_lns_madam")])
+  }
+
+
+def trainings() -> dict[str, Any]:
+  """What the results of the lab say today; the rest of results.json is computed here."""
+  of = ledger.read()
+  return {"rates": searched(of), "trained": trained(of), "compared": compared(of)}
+
+
+def _trained_tables(found: dict) -> list[str]:
+  """Losses by bits, and what the ledger says of two of them."""
+  of = found["trained"]
+  arms = {"Adam": "adam", "Madam": "madam"}
+  losses = [[how, *(f"{of[f'{arm}, {bits} bits']:.3f}" for bits in GAMMAS)]
+            for how, arm in arms.items() if f"{arm}, 10 bits" in of]  # fmt: skip
+  rows = [
+    [name, str(row["count"]), f"{row['effect']:+.2f}", f"[{row['low']:+.2f}, {row['high']:+.2f}]",
+     row["verdict"]]
+    for name, row in found["compared"].items()
+  ]  # fmt: skip
+  return [
+    "Training loss after the warm-up by bits of the weights, 512 steps, mean of the "
+    f"{len(of['seeds'])} seeds that every arm has (weights in float32, Adam: {of['bf16']:.3f}):\n",
+    tensors.markdown(["", *map(str, GAMMAS)], losses),
+    "\nPaired by seed, all of them, in the [ledger](../ledger.md):\n",
+    tensors.markdown(["comparison", "seeds", "effect, %", "interval, %", "verdict"], rows),
+  ]
 
 
 def tables(found: dict) -> str:
@@ -189,11 +228,7 @@ def tables(found: dict) -> str:
   shown = [[arm, *(f"{by[r]:.3f}" if by.get(r) else "diverged" if r in by else "-" for r in rates)]
            for arm, by in found["rates"].items()]  # fmt: skip
   made.append(tensors.markdown(["arm", *rates], shown) if shown else "no run yet")
-  n = len(found["trained"]["seeds"])
-  made.append(f"\nTraining loss after the warm-up by bits of the weights, mean of {n} seeds:\n")
-  rows = [[how, *(f"{found['trained'].get(f'{how}, {bits} bits', 0):.3f}" for bits in GAMMAS)]
-          for how in ("adam", "madam") if f"{how}, 10 bits" in found["trained"]]  # fmt: skip
-  made.append(tensors.markdown(["", *map(str, GAMMAS)], rows) if rows else "no run yet")
+  made += ["", *_trained_tables(found)]
   made.append("\nEnergy of a multiply-accumulate, a model: operations times their energy:\n")
   least = found["energy"]["FP32"]
   rows = [
@@ -218,8 +253,7 @@ def main():
       for bits in GAMMAS
       for kind in UPDATES[:2]
     },
-    "rates": searched(),
-    "trained": trained(),
+    **trainings(),
     "energy": {name: energy(name) for name in MACS},
   }
   values = [

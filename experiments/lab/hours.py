@@ -1,28 +1,39 @@
 """Core-hours of the lab's runs, measured and estimated.
 
 command: python experiments/lab/hours.py            prints systems, seeds, hours, what is unknown
-         python experiments/lab/hours.py measure    times 20 steps of every recipe -> hours.json
+         python experiments/lab/hours.py measure    times 20 steps of what has not run -> hours.json
+
+Seconds per step are the median over the finished runs of lab/results with this recipe and model,
+on this CPU if it has any, else on the one that has most: wall seconds of one core, beside other
+work. Of what has not run they are of hours.json: CPU seconds of 20 steps. Of the rest they are a
+guess. The table says how many hours are of each.
 """
 
 import argparse
+import collections
 import dataclasses
 import json
 import pathlib
 import re
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
+import results  # noqa: E402
 import runs  # noqa: E402
 from design import LONG, Run, all_runs  # noqa: E402
 
-HOURS, BUDGET_HOURS = HERE / "hours.json", 24.0
+HOURS, RESULTS, BUDGET_HOURS = HERE / "hours.json", HERE / "results", 24.0
+# Where seconds per step come from, best first.
+RUNS, TIMED, GUESSED = "runs", "hours.json", "guess"
 # Before a recipe of the size was measured; of SmolLM2-135M with 1,024 tokens a step.
 UNMEASURED = ({"step_seconds": 1.0, "start_seconds": 20.0},
               {"step_seconds": 9.0, "start_seconds": 60.0})  # fmt: skip
@@ -48,21 +59,60 @@ def _shape(name: str) -> tuple[str, ...]:
   return (name.partition("-")[0], *re.findall(r"(?:hidden_size|num_layers)=\d+", name))
 
 
-def hours(run: Run, measured: Mapping[str, Mapping[str, float]], at_once: int = 1) -> float:
-  """Estimated core-hours; of what was not measured, those of the slowest of its size.
+def of_results(found: Iterable[results.Result], cpu: str) -> dict[str, dict[str, Any]]:
+  """{key: {"step_seconds", "runs", "cpu"}} of finished runs; see above.
 
   Args:
-    measured: hours.json.
+    cpu: of this machine (results.cpu). Runs of seeds that trained at once have no seconds.
+  """
+  samples = collections.defaultdict(lambda: collections.defaultdict(list))
+  for result in found:
+    if result.status == "finished" and result.seconds > 0:
+      seconds = result.seconds / len(result.losses)
+      samples[_timed(result.run)][result.origin["cpu"]].append(seconds)
+  made = {}
+  for name, by_cpu in samples.items():
+    used = max(by_cpu, key=lambda one: (one == cpu, len(by_cpu[one]), one))
+    step = statistics.median(by_cpu[used])
+    made[name] = {"step_seconds": step, "runs": len(by_cpu[used]), "cpu": used}
+  return made
+
+
+def measured(folder: pathlib.Path = RESULTS, cpu: str = "") -> dict[str, dict[str, Any]]:
+  """{RUNS: {key: row}, TIMED: {key: row}}: of the results below a folder, and hours.json.
+
+  A result does not have the seconds of its start: hours.json does, or the slowest of its size.
+  """
+  timed = json.loads(HOURS.read_text()) if HOURS.exists() else {}
+  found = of_results(map(results.read, sorted(folder.rglob("*.json"))), cpu or results.cpu())
+  for name, row in found.items():
+    same = [r for n, r in timed.items() if _shape(n) == _shape(name)]
+    starts = [timed[name]] if name in timed else same or UNMEASURED[name.startswith("reasoning") :]
+    row["start_seconds"] = max(r["start_seconds"] for r in starts)
+  return {RUNS: found, TIMED: timed}
+
+
+def hours(run: Run, measured: Mapping[str, Mapping[str, Any]], at_once: int = 1):
+  """(core-hours, RUNS, TIMED or GUESSED): a guess is hours.json's slowest of the size.
+
+  Args:
+    measured: of `measured`, or {}.
     at_once: runs that share one start (--vmap).
   """
-  like = dataclasses.replace(run, recipe="bf16", changes=())
-  elementwise = measured.get(_timed(like), {}) if run.recipe.startswith(ELEMENTWISE) else {}
-  twice = {name: 2 * seconds for name, seconds in elementwise.items()}
-  row = measured.get(_timed(run)) or twice or max(
-    (r for name, r in measured.items() if _shape(name) == _shape(_timed(run))),
-    key=lambda r: r["step_seconds"], default=UNMEASURED[bool(run.config)],
-  )  # fmt: skip
-  return (row["start_seconds"] / at_once + run.steps * row["step_seconds"] * 1.05) / 3600
+  timed = measured.get(TIMED, {})
+  for origin in (RUNS, TIMED):
+    if row := measured.get(origin, {}).get(_timed(run)):
+      break
+  else:
+    like, origin = dataclasses.replace(run, recipe="bf16", changes=()), GUESSED
+    elementwise = timed.get(_timed(like), {}) if run.recipe.startswith(ELEMENTWISE) else {}
+    twice = {name: 2 * seconds for name, seconds in elementwise.items()}
+    row = twice or max(
+      (r for name, r in timed.items() if _shape(name) == _shape(_timed(run))),
+      key=lambda r: r["step_seconds"], default=UNMEASURED[bool(run.config)],
+    )  # fmt: skip
+  seconds = row["start_seconds"] / at_once + run.steps * row["step_seconds"] * 1.05
+  return seconds / 3600, origin
 
 
 def _cpu_seconds(run: Run, steps: int) -> float | None:
@@ -83,15 +133,16 @@ def _cpu_seconds(run: Run, steps: int) -> float | None:
 
 
 def measure(names: list[str], steps: int = 20):
-  """Times so many steps of every configuration that starts here, on one core -> hours.json.
+  """Times so many steps of what has not run and starts here, on one core -> hours.json.
 
   CPU seconds, of which an idle core has one a second: what else runs here does not count. Those of
   the start are of a run of two steps.
   """
   found = json.loads(HOURS.read_text()) if HOURS.exists() else {}
+  have = measured()[RUNS].keys() | found.keys()
   firsts = {_timed(run): run for run in (*reversed(all_runs(runs.SYSTEMS).values()), *PROXIES)}
   for name, run in firsts.items():
-    if (names and name not in names) or (not names and name in found):
+    if (names and name not in names) or (not names and name in have):
       continue
     if why := run.reason():
       print(f"{name}: not yet known: {why}", flush=True)
@@ -109,28 +160,38 @@ def measure(names: list[str], steps: int = 20):
 
 
 def table() -> str:
-  """Markdown: systems with seeds, runs, hours, and arms that this library does not know yet."""
-  measured = json.loads(HOURS.read_text()) if HOURS.exists() else {}
-  columns = ("system", "arms", "seeds", "runs", "core-hours", "not yet known")
+  """Markdown: systems with seeds, runs, hours by origin, and arms that are not known here yet."""
+  have = measured()
+  columns = ("system", "arms", "seeds", "runs", "core-hours", f"of {RUNS}", f"of {TIMED}",
+             GUESSED, "not yet known")  # fmt: skip
   lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-  seen, total, startable = set(), 0.0, 0.0
+  seen, total, startable = set(), collections.Counter(), 0.0
   for system in sorted(runs.SYSTEMS, key=lambda s: s.illustration):
     unknown = {arm for arm in system.arms if system.first(arm).reason()}
-    cost = 0.0
+    cost = collections.Counter()
     for arm in system.arms:
       new = [run for run in system.runs((arm,)) if run.name not in seen]
       seen |= {run.name for run in new}
       at_once = len(new) if system.is_mapped else 1
-      own = sum(hours(run, measured, at_once) for run in new)
-      cost, startable = cost + own, startable + own * (arm not in unknown)
+      for own, origin in (hours(run, have, at_once) for run in new):
+        cost[origin] += own
+        startable += own * (arm not in unknown)
     total += cost
     seeds = "/".join(map(str, sorted({system.seeds(arm) for arm in system.arms})))
     name = system.slug + " (illustration)" * system.illustration
     names = ", ".join(arm.name for arm in system.arms if arm in unknown)
-    count = len(system.runs())
-    lines.append(f"| {name} | {len(system.arms)} | {seeds} | {count} | {cost:.1f} | {names} |")
-  lines.append(f"| all | | | {len(seen)} | {total:.1f}; {startable:.1f} can start | |")
-  return "\n".join(lines)
+    cells = (name, len(system.arms), seeds, len(system.runs()), *_hours(cost), names)
+    lines.append(f"| {' | '.join(map(str, cells))} |")
+  cells = ("all", "", "", len(seen), *_hours(total), f"{startable:.1f} can start")
+  lines.append(f"| {' | '.join(map(str, cells))} |")
+  cpus = collections.Counter(row["cpu"] for row in have[RUNS].values())
+  told = ", ".join(f"{count} on {cpu}" for cpu, count in cpus.most_common())
+  return "\n".join([*lines, "", f"Recipes and models whose seconds are of finished runs: {told}."])
+
+
+def _hours(cost: Mapping[str, float]) -> list[str]:
+  """Cells: all, then by origin."""
+  return [f"{sum(cost.values()):.1f}", *(f"{cost[o]:.1f}" for o in (RUNS, TIMED, GUESSED))]
 
 
 if __name__ == "__main__":

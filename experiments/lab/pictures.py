@@ -1,4 +1,4 @@
-"""The four pictures of lab.md: from the ledger's rows and the folders' results.json.
+"""The pictures of lab.md: from the ledger's rows and curves, and the folders' results.json.
 
 Written by `python experiments/ledger.py` to experiments/lab/pictures. An effect stands beside the
 number of its seeds, its noise floor and the ledger's own word; a comparison without a run is a line
@@ -28,7 +28,7 @@ from fp8jax.kernels.choose import Device  # noqa: E402
 from fp8jax.report import charts, page  # noqa: E402
 
 FOLDER = HERE / "pictures"
-QUESTIONS = ("trains", "scales", "breaks", "saves")
+QUESTIONS = ("trains", "scales", "breaks", "saves", "rates")
 WIDTH, LINE = 420, 19  # pixels of a panel, and of one of its lines
 # Colours of Okabe and Ito (palette.py) by the first words of a verdict.
 COLORS = {"as claimed": "#0072B2", "met": "#0072B2", "opposite": "#D55E00", "missed": "#D55E00",
@@ -144,6 +144,60 @@ def diverged(system: design.System, shares: Sequence[stability.Share], title: st
     base.mark_rule(strokeWidth=2, color="#0072B2").encode(x=alt.X("low:Q", **x), x2="high:Q"),
     base.mark_circle(size=60, opacity=1, color="#0072B2").encode(x=alt.X("share:Q", **x)),
   ).properties(title=_titled(title), width=WIDTH, height=LINE * len(values))
+
+
+# --- losses by learning rate ----------------------------------------------------------------------
+
+# Panels of the last picture: what they say of a system whose arms visit rates.
+RATES = {
+  "2025_munit": "plain BF16, Adam",
+  "2025_munit_rates": "µS in FP8, Lion",
+  "2021_lns_madam_rates": "Madam, BF16 products",
+}
+
+
+def by_rate(curves: Sequence[Any]) -> alt.LayerChart:
+  """A line per arm of one system over learning rates; a ring marks the best rate of each.
+
+  Args:
+    curves: of the ledger (ledger.Curve); a rate at which a run diverged has no point.
+  """
+  slug = curves[0].system
+  (system,) = (s for s in runs_lib.SYSTEMS if s.slug == slug)
+  # "width 64" of "bf16, width 64": the panel's title says the rest.
+  arms = [curve.arm.rpartition(", ")[2] for curve in curves]
+  values = [
+    {"rate": rate, "loss": loss, "arm": arm} | ({"best": loss} if rate == curve.best else {})
+    for arm, curve in zip(arms, curves, strict=True)
+    for rate, loss in sorted(curve.losses.items())
+    if math.isfinite(loss)
+  ]
+  rates = sorted({one["rate"] for one in values})
+  seeds = {system.seeds(arm) for arm in system.arms}
+  title = f"{RATES[slug]}: n = {'/'.join(map(str, sorted(seeds)))}, {system.steps} steps"
+  colors = alt.Scale(domain=arms, range=list(_LINES[: len(arms)]))
+  base = alt.Chart(alt.Data(values=values)).encode(
+    x=alt.X("rate:Q", title="peak learning rate", scale=alt.Scale(type="log", nice=False),
+            axis=alt.Axis(values=rates, format="~g", labelOverlap="greedy")),
+    color=alt.Color("arm:N", title=None, sort=arms, scale=colors),
+  )  # fmt: skip
+  loss = {"title": "training loss after the warm-up", "scale": alt.Scale(zero=False)}
+  return alt.layer(
+    base.mark_line().encode(y=alt.Y("loss:Q", **loss)),
+    base.mark_circle(size=30, opacity=1).encode(y=alt.Y("loss:Q", **loss)),
+    base.transform_filter("isValid(datum.best)")
+    .mark_point(size=160, strokeWidth=2).encode(y=alt.Y("best:Q", **loss)),
+  ).properties(title=_titled(title), width=WIDTH * 2 // 3, height=WIDTH * 2 // 3)  # fmt: skip
+
+
+def _beside(curves: Sequence[Any]) -> alt.HConcatChart:
+  """The panels of RATES, with one axis of losses."""
+  own = [[curve for curve in curves if curve.system == slug] for slug in RATES]
+  panels = [by_rate(of) for of in own if of]
+  return alt.hconcat(*panels).resolve_scale(color="independent", y="shared")
+
+
+_LINES = ("#E69F00", "#009E73", "#0072B2", "#CC79A7")
 
 
 # --- errors of the folders ------------------------------------------------------------------------
@@ -314,6 +368,7 @@ def _saved(found) -> alt.HConcatChart:
 
 _LEGEND = ("grey bar: noise floor, the candidate against itself one ulp away; line: 95 % together "
            "within a system, cut off at ±100 %")  # fmt: skip
+_RINGS = "ring: the least loss of a line; means over n seeds, no interval; diverged: no point"
 _NO_FLOOR = "errors of single passes: no training, no floor, no verdict"
 
 
@@ -328,12 +383,15 @@ def _drawn(question: str, notes: Sequence[str], *panels) -> str:
 
 
 def draw(
-  rows: Sequence[Any], of_runs: stability.Index, experiments: pathlib.Path = HERE.parent
+  rows: Sequence[Any],
+  of_runs: stability.Index,
+  curves: Sequence[Any],
+  experiments: pathlib.Path = HERE.parent,
 ) -> dict[str, str]:
-  """{name: SVG} of the four questions.
+  """{name: SVG} of the questions.
 
   Args:
-    rows, of_runs: of the ledger (ledger.Row, ledger.Index).
+    rows, of_runs, curves: of the ledger (ledger.Row, ledger.Index, ledger.Curve).
     experiments: the folder of the folders.
   """
   masks = [
@@ -353,11 +411,12 @@ def draw(
                      *tables(ERRORS_OF_PRODUCTS)),
     "saves": _drawn("What does each save?", (_LEGEND, "bytes: counted; tick: the baseline's"),
                     effects([row for row, _ in saved], "on the loss"), _saved(saved)),
+    "rates": _drawn("Does the best rate move with the width?", (_RINGS,), _beside(curves)),
   }  # fmt: skip
 
 
-def write(rows: Sequence[Any], of_runs: stability.Index, folder: pathlib.Path = FOLDER):
+def write(rows: Sequence[Any], of_runs: stability.Index, curves: Sequence[Any]):
   """FOLDER/trains.svg and so on."""
-  folder.mkdir(exist_ok=True)
-  for name, svg in draw(rows, of_runs).items():
-    page.write(str(folder / f"{name}.svg"), svg)
+  FOLDER.mkdir(exist_ok=True)
+  for name, svg in draw(rows, of_runs, curves).items():
+    page.write(str(FOLDER / f"{name}.svg"), svg)

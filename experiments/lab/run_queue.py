@@ -11,7 +11,6 @@ this library does not know are named and left out. Exit codes are those of `laun
 
 import argparse
 import dataclasses
-import json
 import os
 import pathlib
 import subprocess
@@ -133,14 +132,14 @@ def jobs(systems: list[design.System], workdir: str, done: set[str], measured) -
 
   Args:
     done: names of runs that are over.
-    measured: hours.json.
+    measured: of hours.py's function.
   """
   alone = [run for run in design.all_runs([s for s in systems if not s.is_mapped]).values()]
   made = []
   for run in sorted(alone, key=lambda run: run.seed):
     if run.name not in done:
       folder = os.path.join(workdir, "runs", run.name)
-      cost = hours_lib.hours(run, measured)
+      cost, _ = hours_lib.hours(run, measured)
       made.append(Job(*run.trial, folder, members=((run, folder),), hours=cost))
   for system in (s for s in systems if s.is_mapped):
     for arm in system.arms:
@@ -150,7 +149,7 @@ def jobs(systems: list[design.System], workdir: str, done: set[str], measured) -
       folder = os.path.join(workdir, "runs", own[0].group.rpartition("-peak_lr")[0] or own[0].group)
       sweep = _sweep(own)
       members = tuple(zip(own, (t.workdir for t in sweep.trials(folder)), strict=True))
-      cost = sum(hours_lib.hours(run, measured, len(own)) for run in own)
+      cost = sum(hours_lib.hours(run, measured, len(own))[0] for run in own)
       made.append(Job(*own[0].trial, folder, members=members, hours=cost, sweep=f"{folder}.py"))
       os.makedirs(os.path.dirname(folder), exist_ok=True)
       text = f"from fp8jax.sweeps.spec import Points, Sweep\n\nSWEEP = {sweep!r}\n"
@@ -206,8 +205,7 @@ def main(arguments: list[str]) -> int:
   chosen = [s for s in runs_lib.SYSTEMS if s.slug in (args.systems or slugs)]
   folder = os.path.join(workdir, "results")
   done = {path.stem for path in pathlib.Path(folder).glob("*.json")}
-  measured = json.loads(hours_lib.HOURS.read_text()) if hours_lib.HOURS.exists() else {}
-  waiting = jobs(known(chosen, out.print), workdir, done, measured)
+  waiting = jobs(known(chosen, out.print), workdir, done, hours_lib.measured())
   slots = process.slots(args.parallel, ())  # the lab compares runs of a CPU
   cost = sum(job.hours for job in waiting)
   out.print(f"{len(done)} results; {len(waiting)} jobs, about {cost:.1f} core-hours")

@@ -72,7 +72,7 @@ def watched(loss, params, tokens: int, sites: str = "layers/"):
   seen: dict[str, list] = {}
   multiply = products.weight_gradient
 
-  def watching(spec, x, g, dtype, inputs, w=None):
+  def watching(spec, x, g, dtype, inputs, w=None, *kept):
     def keep(x, w, g):
       # As NumPy's own first: a callback that computes with JAX waits for itself.
       x, g = (np.asarray(t).reshape(tokens, -1) for t in (x, g))
@@ -80,7 +80,7 @@ def watched(loss, params, tokens: int, sites: str = "layers/"):
 
     if spec.name.startswith(sites):
       jax.debug.callback(keep, x, w, g)
-    return multiply(spec, x, g, dtype, inputs, w)
+    return multiply(spec, x, g, dtype, inputs, w, *kept)
 
   products.weight_gradient = watching
   gradient = jax.block_until_ready(jax.jit(jax.grad(loss))(params))

@@ -14,10 +14,13 @@ import numpy as np
 import oracle
 import pytest
 
+from fp8jax.ops import site as site_lib
+from fp8jax.ops.dots import dot
 from fp8jax.optim import storage
 from fp8jax.optim.storage import Moments
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+from experiments.lab import tensors  # noqa: E402
 from experiments.moments import dynamics  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -201,7 +204,18 @@ def test_an_update_on_a_logarithmic_grid_errs_as_the_theorem_bounds_it():
         assert moved < 0.5 * mean
 
 
-def test_the_page_of_lns_madam_is_that_of_its_results():
+def _madams_loss(bits: int) -> float:
+  """Mean over seeds 0 and 1 of a result file's losses after its warm-up."""
+  name = f"0p8m-python_docs-bf16-optimizer=madam-peak_lr=0.08-master_format=lns{bits}-512steps"
+  folder, means = ROOT / "experiments/lab/results", []
+  for seed in (0, 1):
+    (path,) = folder.rglob(f"{name}-seed{seed}.json")
+    kept = json.loads(path.read_text())
+    means.append(np.mean(kept["losses"][kept["warmup"] :]))
+  return float(np.mean(means))
+
+
+def test_the_page_of_lns_madam_is_that_of_its_results_and_of_the_labs():
   script = _script("experiments/2021_lns_madam/update_error.py")
   results, readme = _kept("2021_lns_madam")
   assert script.tables(results) in readme
@@ -211,6 +225,16 @@ def test_the_page_of_lns_madam_is_that_of_its_results():
     assert again == pytest.approx(results["updates"][name], rel=1e-9)
   for name, picojoules in results["energy"].items():
     assert script.energy(name) == pytest.approx(picojoules)
+  # Losses are those of the lab's committed results today, not of the day of the script.
+  for name, found in script.trainings().items():
+    assert results[name] == found, f"{name}: run experiments/2021_lns_madam/update_error.py again"
+  (bits,) = (line for line in readme.splitlines() if line.startswith("| Madam | "))
+  for n, cell in zip((16, 14, 12, 10), bits.split(" | ")[1:], strict=True):
+    assert float(cell.strip(" |")) == pytest.approx(_madams_loss(n), abs=5.1e-4)
+  rows = json.loads((ROOT / "experiments/ledger.json").read_text())
+  for row in (row for row in rows if row["system"] == "2021_lns_madam"):
+    said = f"| {row['candidate']} against {row['baseline']} | {len(row['seeds'])} | "
+    assert f"{said}{row['effect']:+.2f} | [{row['low']:+.2f}, {row['high']:+.2f}] | " in readme
 
 
 _SPAN = (0.5, 5.0)
@@ -239,6 +263,16 @@ def test_unit_scaling_gives_every_tensor_deviation_near_1_and_a_plain_model_does
     for kind, of in found.items():
       ends = [kept[arm][f"{kind}_min"], kept[arm][f"{kind}_max"]]
       assert [min(of.values()), max(of.values())] == pytest.approx(ends, rel=0.02)
+
+
+def test_watched_operands_are_those_of_the_product(rng):
+  """lab/tensors.py stands between a backward pass and its product: NumPy says what comes by."""
+  x, w, g = (np.float32(rng.integers(-4, 5, shape)) for shape in ((16, 32), (32, 64), (16, 64)))
+  site = dataclasses.replace(site_lib.single("bf16"), name="layers/a")
+  seen, dw = tensors.watched(lambda w: (dot("BD,DF->BF", x, w, site) * g).sum(), w, 16)
+  for found, expected in zip(seen["layers/a"][0], (x, w, g), strict=True):
+    np.testing.assert_array_equal(found, expected)
+  np.testing.assert_array_equal(dw, x.T @ g)
 
 
 def test_adams_step_along_gradients_is_numpys(rng):

@@ -1,12 +1,15 @@
 """The lab: the run list, result files, and the queue's jobs."""
 
+import collections
 import dataclasses
+import functools
 import json
 import math
 import pathlib
 import re
 import types
 
+import numpy as np
 import pytest
 import run_files
 from lab_files import EXPERIMENTS, design, ledger, result_of, results, runs, system_of
@@ -17,6 +20,13 @@ from fp8jax.sweeps import outcome, spec
 
 hours = run_files.script(EXPERIMENTS / "lab/hours.py")
 run_queue = run_files.script(EXPERIMENTS / "lab/run_queue.py")
+
+
+@functools.cache
+def _measured():
+  """Of the repository, on the CPU that has most runs."""
+  return hours.measured(cpu="none that is here")
+
 
 # --- the run list ---------------------------------------------------------------------------------
 
@@ -36,15 +46,67 @@ def test_seeds_give_the_interval_room_and_the_list_its_budget():
     ), f"{system.slug}: a comparison gets no verdict"  # fmt: skip
     names = {arm.name for arm in system.arms}
     assert all({c.candidate, c.baseline} <= names for c in system.comparisons)
-  measured = json.loads(hours.HOURS.read_text())
+  measured = _measured()
   total, seen = 0.0, set()
   for system, arm in [(s, arm) for s in runs.SYSTEMS for arm in s.arms]:
     own = [run for run in system.runs((arm,)) if run.name not in seen]
     seen |= {run.name for run in own}
-    total += sum(hours.hours(run, measured, len(own) if system.is_mapped else 1) for run in own)
+    at_once = len(own) if system.is_mapped else 1
+    total += sum(hours.hours(run, measured, at_once)[0] for run in own)
   assert total < hours.BUDGET_HOURS
   with pytest.raises(ValueError, match="'close', 'higher' or 'lower'"):
     design.Comparison("x", "bf16", "better", 1.0)
+
+
+def test_hours_are_of_finished_runs_on_one_cpu_else_of_hours_json_else_a_guess():
+  system = system_of("higher", fixed_seeds=4)
+  run = system.runs((system.arms[1],))[0]
+
+  def of(seconds, cpu="a", seed=0, **changes):
+    result = result_of(system, 1, seed, [3.0] * 10)
+    origin = result.origin | {"cpu": cpu}
+    return dataclasses.replace(result, seconds=seconds, origin=origin, **changes)
+
+  found = [of(10.0), of(500.0), of(30.0, seed=1), of(1.0, "b"), of(7.0, status="diverged"),
+           of(0.0, seed=2)]  # of seeds that trained at once  # fmt: skip
+  for cpu, step, count in (("a", 3.0, 3), ("b", 0.1, 1), ("c", 3.0, 3)):
+    (row,) = hours.of_results(found, cpu).values()
+    assert row == {
+      "step_seconds": pytest.approx(step),
+      "runs": count,
+      "cpu": "b" if cpu == "b" else "a",
+    }
+  key, timed = hours._timed(run), {"step_seconds": 2.0, "start_seconds": 36.0}
+  guessed = dataclasses.replace(run, recipe="another")
+  have = {
+    hours.RUNS: {key: {"step_seconds": 3.0, "start_seconds": 36.0}},
+    hours.TIMED: {key: timed},
+  }
+  for one, rows, at_once, step, origin in (
+    (run, have, 1, 3.0, "runs"), (run, {hours.TIMED: have[hours.TIMED]}, 4, 2.0, "hours.json"),
+    (guessed, have, 1, 2.0, "guess"), (guessed, {}, 1, 1.0, "guess"),
+  ):  # fmt: skip
+    start = 20.0 if not rows else 36.0
+    expected = (start / at_once + run.steps * step * 1.05) / 3600
+    assert hours.hours(one, rows, at_once) == (pytest.approx(expected), origin)
+
+
+def test_hours_of_the_committed_results_are_their_medians():
+  by_cpu, group = (
+    collections.defaultdict(list),
+    "0p8m-python_docs-bf16-master_format=lns16-512steps-seed",
+  )
+  for path in hours.RESULTS.rglob(f"{group}*.json"):
+    value = json.loads(path.read_text())
+    by_cpu[value["origin"]["cpu"]].append(value["seconds"] / len(value["losses"]))
+  kept = max(by_cpu.values(), key=len)
+  key = "0p8m-text-bf16-master_format=lns16-512steps"
+  row = _measured()[hours.RUNS][key]
+  assert row["step_seconds"] == np.median(kept) and row["runs"] == len(kept) > 4
+  # The start is of hours.json: of the slowest of the size.
+  rows = json.loads(hours.HOURS.read_text())
+  starts = [r["start_seconds"] for n, r in rows.items() if n.startswith("0p8m-") and "=" not in n]
+  assert row["start_seconds"] == max(starts)
 
 
 def test_a_name_is_one_configuration():

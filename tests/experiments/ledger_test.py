@@ -1,9 +1,12 @@
 """The ledger's rules at their bounds, and its pictures."""
 
+import collections
 import dataclasses
+import functools
 import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -217,12 +220,48 @@ def test_rates_are_rows_of_their_own():
   assert [r.effect for r in found] == pytest.approx([0.1, 0.2], rel=1e-3)
 
 
-def test_the_committed_ledger_is_what_the_results_give():
+@functools.cache
+def _committed():
+  """(results, rows) of the repository."""
   of = ledger.read()
-  found = ledger.rows(of)
+  return of, ledger.rows(of)
+
+
+def test_the_committed_ledger_is_what_the_results_give():
+  of, found = _committed()
   assert (EXPERIMENTS / "ledger.md").read_text() == ledger.markdown(found, of, ledger.curves(of))
   again = json.loads(ledger.records.to_json([dataclasses.asdict(r) for r in found]))
   assert json.loads((EXPERIMENTS / "ledger.json").read_text()) == again
+
+
+def test_the_table_of_papers_says_the_ledgers_words():
+  text = (EXPERIMENTS / "README.md").read_text()
+  kept = json.loads((EXPERIMENTS / "ledger.json").read_text())
+  said = {}  # {(system, candidate or ""): words}
+  for slug, candidate, words in re.findall(
+    r"<!-- ledger (\w+)(?:: ([^>]+?))? -->ledger: (.*?)<!-- end -->", text
+  ):
+    said[slug, candidate] = words
+  for slug in {row["system"] for row in kept if not row["system"].startswith("corpus_")}:
+    own = [row for row in kept if row["system"] == slug]
+    for row in own:
+      words = said.get((slug, "")) or said[slug, row["candidate"]]
+      word = row["verdict"].partition(":")[0]
+      assert word in words, f"{slug}, {row['candidate']}: {word!r} is not in {words!r}"
+      if len(own) <= 3 and row["effect"] is not None:
+        assert f"{row['candidate']} against {row['baseline']}" in words
+        assert f"{row['effect']:+.2f} %" in words
+      elif len(own) > 3:
+        of_word = [r for r in own if r["verdict"].partition(":")[0] == word]
+        assert f"{len(of_word)} {word}" in words
+  assert "none on the loss yet" not in text
+  _, rows = _committed()
+  assert ledger.of_papers(text, rows) == text
+  for word in ("as claimed", "missed"):  # a verdict that changes moves its cell alone
+    changed = [dataclasses.replace(r, verdict=word) if r.system == "2024_coat" else r for r in rows]
+    new = ledger.of_papers(text, changed).splitlines()
+    ((old, line),) = [(a, b) for a, b in zip(text.splitlines(), new, strict=True) if a != b]
+    assert "(2024_coat/README.md)" in line and line == old.replace("illustration", word)
 
 
 def test_a_folder_without_results_leaves_the_ledger_as_it_is(tmp_path, monkeypatch, capsys):
@@ -290,8 +329,7 @@ def test_pictures_say_n_floor_and_the_ledgers_word():
   assert "effect" not in diverged and diverged["word"] == "diverged"
   assert "effect" in single and "low" not in single
   shown = {name: (pictures.FOLDER / f"{name}.svg").read_text() for name in pictures.QUESTIONS}
-  of_runs = ledger.read()
-  found = ledger.rows(of_runs)
+  of_runs, found = _committed()
   for name, chosen in (("trains", pictures.trains), ("breaks", pictures.breaks),
                        ("scales", pictures.scales)):  # fmt: skip
     for row in filter(chosen, found):
@@ -315,7 +353,41 @@ def test_pictures_say_n_floor_and_the_ledgers_word():
     assert f">{pictures.label(row)}<" in shown["saves"] and of["parameter"][0] < 99
 
 
+def _points_of_arms(slug):
+  """{(rate, loss, line): marks} of the result files: a point, the line's first, the best's ring."""
+  (system,) = (s for s in runs.SYSTEMS if s.slug == slug)
+  made = collections.Counter()
+  for arm in system.arms:
+    by_rate = collections.defaultdict(list)
+    for run in system.runs((arm,)):
+      (path,) = ledger.RESULTS.rglob(f"{run.name}.json")
+      kept = json.loads(path.read_text())
+      loss = np.mean(kept["losses"][kept["warmup"] :]) if kept["status"] == "finished" else np.inf
+      by_rate[run.trial[1]["optim.peak_lr"]].append(loss)
+    line = arm.name.split(", ")[-1]
+    means = {rate: np.mean(of) for rate, of in by_rate.items() if np.isfinite(of).all()}
+    for rate in (*means, min(means), min(means, key=means.get)):
+      made[f"{rate:.6g}", f"{means[rate]:.5f}", line] += 1
+  return made
+
+
+def test_the_committed_picture_of_rates_is_that_of_the_results():
+  """Losses and rings of every width, read from the SVG's labels."""
+  svg = (pictures.FOLDER / "rates.svg").read_text()
+  label = r'"peak learning rate: ([\d.]+); training loss[^:]*: ([\d.]+); (?:arm: )?([^"]+)"'
+  shown = collections.Counter(
+    (f"{float(rate):.6g}", f"{float(loss):.5f}", line)
+    for rate, loss, line in re.findall(label, svg)
+  )
+  expected = sum(map(_points_of_arms, pictures.RATES), collections.Counter())
+  assert shown == expected and shown.total() == 48 + 2 * 10  # lines begin, rings
+  assert {c.system for c in ledger.curves(_committed()[0])} == pictures.RATES.keys()
+  for title in ("plain BF16, Adam: n = 2, 147 steps", "µS in FP8, Lion: n = 2, 147 steps"):
+    assert svg.count(f">{title}<") == 1
+
+
 @pytest.mark.slow  # programs of nine configurations are traced
 def test_the_committed_pictures_are_what_the_ledger_gives():
-  for name, svg in pictures.draw(ledger.rows(of := ledger.read()), of).items():
+  of, rows = _committed()
+  for name, svg in pictures.draw(rows, of, ledger.curves(of)).items():
     assert (pictures.FOLDER / f"{name}.svg").read_text().rstrip() == svg.rstrip(), name
