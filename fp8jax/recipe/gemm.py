@@ -132,7 +132,7 @@ class Gemm:
         )
       # 2^12 products of codes up to 2^58 are beyond float32.
       if quant.scale is not Scale.ONE and (quant.scale is Scale.NONE or quant.format.max > 2.0**58):
-        raise ValueError(f"{name}={quant}: products beyond float32, or no range; set scale='one'")
+        raise ValueError(f"{name}={quant}: no scale, or products beyond float32; set scale='one'")
       if quant.tile[1] == WHOLE or not self.multiplies_codes:
         continue
       if isinstance(self.accumulate, Accumulation) or quant.tile[1] % self.accumulate:

@@ -570,7 +570,7 @@ def drawn(seed: int) -> tuple[Recipe, str]:
       continue
 
 
-DRAWN_BY_DEFAULT = range(6)
+DRAWN_BY_DEFAULT = (1, 3, 6, 9, 16, 21)
 
 
 @pytest.mark.parametrize(
@@ -776,6 +776,7 @@ ON_MESH = [
   *(PAPERS[n] for n in ("fp4", "munit_scaling", "block_128_requantized", "quartet", "lns8")),
   *(PAPERS[n] for n in ("mask_e8m4", "mask_e7m7", "nvfp4_4or6", "nvfp4_eden", "nvfp4_sr_room")),
   PAPERS["trillion_token"],
+  dataclasses.replace(_without_backward("quartet"), name="quartet_forward"),
   _of("gaudi2", Quant(E4M3_240, scale=Scale.GAUDI2, clip=Largest(2.0))),
   _of("logfmt8", Quant(formats.LOGFMT8, (1, 32))),
   _of("nvfp4", Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32)),
@@ -784,9 +785,8 @@ ON_MESH = [
 ]
 
 
-# Row and column scales, compensation and DGE; rotations, fresh signs and masks; scales of whole
-# tensors.
-_QUICK = ("fp4", "quartet", "tensors")
+# Row and column scales, compensation and DGE; rotations and masks; scales of whole tensors.
+_QUICK = ("fp4", "quartet_forward", "tensors")
 
 
 @pytest.mark.parametrize(
