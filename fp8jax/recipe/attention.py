@@ -201,7 +201,7 @@ FA3_UNROTATED = _fa3("fa3_unrotated", 128, 1.0)
 FA3_TENSOR = _fa3("fa3_tensor", WHOLE, 2.0**-8)
 
 
-def _sage_bwd(format: Format, block: int = 64) -> Attention:
+def _sage_bwd(name: str, format: Format, block: int = 64) -> Attention:
   """Six of seven products in blocks of 8 bits; dP = dO V' stays in the compute dtype.
 
   P has a scale per query and block of keys in the forward pass, all else one per block. The papers'
@@ -218,11 +218,15 @@ def _sage_bwd(format: Format, block: int = 64) -> Attention:
   values = Recipe(
     "values", Gemm(quant(1, block), columns, block), wgrad=Gemm(square, columns, block)
   )
-  return Attention("sage_bwd", scores, values, recompute_quantized=True, smooth_k=True)
+  return Attention(name, scores, values, recompute_quantized=True, smooth_k=True)
 
 
-SAGE_BWD = _sage_bwd(INT8)
+SAGE_BWD = _sage_bwd("sage_bwd", INT8)
+# The same in FP8, which the papers' kernels have for P and V alone.
+SAGE_BWD_E4M3 = _sage_bwd("sage_bwd_e4m3", E4M3)
 # Its arm with a backward pass in the compute dtype.
 SAGE_FWD = SAGE_BWD.with_wide_backward("sage_fwd")
 
-ATTENTIONS = {a.name: a for a in (FA3, FA3_UNROTATED, FA3_TENSOR, SAGE_BWD, SAGE_FWD)}
+ATTENTIONS = {
+  a.name: a for a in (FA3, FA3_UNROTATED, FA3_TENSOR, SAGE_BWD, SAGE_BWD_E4M3, SAGE_FWD)
+}

@@ -130,8 +130,9 @@ class Gemm:
           f"{name}={quant}: a product of square roots or powers is not the product. These are for "
           "stored tensors, such as an optimizer's moments; leave transform and keeps_nonzero out"
         )
-      if quant.scale is Scale.NONE:
-        raise ValueError(f"{name}={quant}: an operand without a range of its own has scale='one'")
+      # 2^12 products of codes up to 2^58 are beyond float32.
+      if quant.scale is not Scale.ONE and (quant.scale is Scale.NONE or quant.format.max > 2.0**58):
+        raise ValueError(f"{name}={quant}: no scale, or products beyond float32; set scale='one'")
       if quant.tile[1] == WHOLE or not self.multiplies_codes:
         continue
       if isinstance(self.accumulate, Accumulation) or quant.tile[1] % self.accumulate:

@@ -145,8 +145,8 @@ class Precision:
     "(compute_dtype); FlashAttention-3's E4M3 forward pass (arXiv:2407.08608) with rotated Q and K "
     'and scales per block ("fa3"), the same without rotation ("fa3_unrotated"), or as released, '
     'with scales per sequence and key head ("fa3_tensor"); SageBwd (arXiv:2603.02170), INT8 in six '
-    'of seven products ("sage_bwd") or in the forward pass alone ("sage_fwd"). Emulated on any '
-    'device; a GPU wants kernels.matmul="reference" for it.',
+    'of seven products ("sage_bwd") or in the forward pass alone ("sage_fwd"); the six in E4M3 '
+    '("sage_bwd_e4m3"). Emulated on any device; a GPU wants kernels.matmul="reference" for it.',
     choices=("wide", *attention_recipes.ATTENTIONS), mapped=True)
   invariant: bool = key(False, "A token's hidden states, logits and log-probability are the same "
     "bits whatever its batch, bucket, packing or microbatch, in training, scoring, prefill and "

@@ -341,12 +341,18 @@ LEVELS = {
 }
 
 
+# Logarithmic masters and multiplicative updates (arXiv:2106.13914), of the most and fewest bits.
+LOGARITHMIC = {
+  f"lns{bits}": dict(optimizer="madam", master_format=f"lns{bits}") for bits in (16, 10)
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("name", [*LEVELS, *LOGARITHMIC])
 def test_mesh_holds_what_one_device_holds(name):
   """Placed as declared on (1, 2, 4), and the same step from it."""
-  hosts = harness.host_batches()
-  one, many = _runner(**LEVELS[name]), _runner((1, 2, 4), **LEVELS[name])
+  hosts, level = harness.host_batches(), (LEVELS | LOGARITHMIC)[name]
+  one, many = _runner(**level), _runner((1, 2, 4), **level)
   _, state = one.run(hosts[:2])
   shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(many.spec))
   split_ = jax.device_put(jax.device_get(state), shardings)

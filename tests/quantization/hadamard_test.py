@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import scipy.linalg
 
 from fp8jax.formats import E2M1, E4M3
 from fp8jax.quantization import hadamard, quantize
@@ -33,7 +34,7 @@ def test_hadamard_is_its_matrix_in_every_block_of_either_axis(rng, size):
   np.testing.assert_array_equal(flipped, np.asarray(got).T)
 
 
-@pytest.mark.parametrize("size", [12, 20, 28, 24, 56, 160])
+@pytest.mark.parametrize("size", [12, 20, 28, 24, 56, pytest.param(160, marks=pytest.mark.slow)])
 def test_hadamards_of_other_orders_are_orthogonal_and_undone(rng, size):
   """n H is a matrix of ±1 with orthogonal rows, exactly: a Hadamard matrix by definition."""
   h = np.rint(np.sqrt(size) * np.asarray(rotated(np.eye(size, dtype=np.float32), size, 1)))
@@ -43,6 +44,42 @@ def test_hadamards_of_other_orders_are_orthogonal_and_undone(rng, size):
   for how in (Hadamard(size), Hadamard(size, "none")):
     back = hadamard.rotate(hadamard.rotate(x, how, 1), how, 1, inverse=True)
     np.testing.assert_allclose(back, x, atol=2.0**-20)
+
+
+_LAYERS = [(192, 576), (64, 576), (1792, 8960), (256, 8960), (256, 18944)]
+
+
+@pytest.mark.parametrize(
+  "size, width",
+  [(512, 18944), (3584, 3584), *(pytest.param(*of, marks=pytest.mark.slow) for of in _LAYERS)],
+)
+def test_hadamards_of_layers_sizes_are_integer_matrices_over_a_root(rng, size, width):
+  """Whole numbers, whose products with a matrix of ±1 are exact: then one rounding of the factor,
+  or none. Sylvester's part is SciPy's; Paley's is checked above to be a Hadamard matrix."""
+  order = 28 if size % 7 == 0 else 12 if size % 3 == 0 else 1
+  h = np.kron(scipy.linalg.hadamard(size // order), hadamard.paley(order) if order > 1 else [[1]])
+  h = h.astype(np.int64)
+  signs = hadamard.signs(size).astype(np.int64)
+  x = rng.integers(-9, 10, (2, width))
+  blocks = x.reshape(2, -1, size) * signs @ h
+  want = (blocks.astype(np.float32) * np.float32(1 / np.sqrt(size))).reshape(2, width)
+  np.testing.assert_array_equal(rotated(x.astype(np.float32), size, 1), want)
+  if width > size:
+    with pytest.raises(ValueError, match=f"K={width} must be a multiple of Hadamard.size={2**11}"):
+      rotated(x.astype(np.float32), 2**11, 1)
+
+
+def test_the_rotation_that_fits_a_layers_size():
+  """The largest block by definition: the width over its least odd factor that is no order."""
+  for width, largest in ((576, 192), (1536, 1536), (3584, 3584), (8960, 1792), (18944, 512)):
+    fits = []
+    for size in (n for n in range(2, width + 1) if width % n == 0):
+      try:
+        Hadamard(size)
+      except ValueError:
+        continue
+      fits.append(size)
+    assert max(fits) == largest
 
 
 @pytest.mark.parametrize("size", [4, 16])
