@@ -18,7 +18,10 @@ SCALE_BUDGET = 2.0**-21
 E4M3_HALF_STEP, E4M3_SMALLEST_HALF = 2.0**-4, 2.0**-10  # relative; of a scale
 
 
-def run(context: Context, shape, producer="", alongs=(), tensor="x", watched=False, layers=False):
+def run(
+  context: Context, shape, producer="", alongs=(), tensor="x", watched=False, layers=False,
+  at_once=False,
+):  # fmt: skip
   """{"lattice_wrong", "elements"}; of a prologue {"error"}: the worst in what is allowed.
 
   Raises:
@@ -27,7 +30,7 @@ def run(context: Context, shape, producer="", alongs=(), tensor="x", watched=Fal
   del context
   if producer:
     return _prologue(producer, tuple(shape))
-  program = programs.quantize(tuple(shape), alongs, tensor, watched, layers)
+  program = programs.quantize(tuple(shape), alongs, tensor, watched, layers, at_once)
   function = jax.jit(program.function)
   found: dict[str, Any] = {}
   for kind, make in operands.MAKERS.items():
@@ -35,7 +38,12 @@ def run(context: Context, shape, producer="", alongs=(), tensor="x", watched=Fal
     given = jnp.asarray(x, program.arguments[0].dtype)
     if layers:  # beyond its rows come another's
       others = [jnp.full_like(given, 1e4)] * (programs.LAYERS - 1)
-      made, amax = function(jnp.stack([given, *others]), jnp.int32(0))
+      stack = jnp.stack([given, *others])
+      made, amax = function(stack) if at_once else function(stack, jnp.int32(0))
+      if at_once:
+        if (amax[1:] != 1e4).any():
+          raise Wrong(f"{kind}: amaxes {amax[1:]} instead of 10000")
+        made, amax = jax.tree.map(lambda leaf: leaf[0], (made, amax))
     else:
       made, amax = function(given)
     for along, one in made.items():

@@ -144,7 +144,8 @@ def _quantizer_families(is_dry: bool) -> dict[str, dict[str, Any]]:
     "quantize_weight": [("full", (1536, 2048), [0, 1], "w"),
                         ("watched", (1536, 2048), [0, 1], "w")],
     "quantize_layers": [("forward", (1544, 2048), [0], "w"),
-                        ("watched", (1544, 2048), [0, 1], "w")],
+                        ("watched", (1544, 2048), [0, 1], "w"),
+                        ("at_once", (1544, 2048), [0, 1], "w")],
     # Lines of scales whose last 128 are partial.
     "quantize_partial_lines": [("rows", (8200, 1536), [1], "x"), ("columns", (2048, 576), [0], "x"),
                                ("few_columns", (2048, 192), [0], "x")],
@@ -155,8 +156,8 @@ def _quantizer_families(is_dry: bool) -> dict[str, dict[str, Any]]:
     family: {
       f"correctness/{family}/{label}": {
         "shape": small.get(label, (128, 128)) if is_dry else shape,
-        "alongs": alongs, "tensor": tensor, "watched": label == "watched",
-        "layers": family == "quantize_layers",
+        "alongs": alongs, "tensor": tensor, "watched": label in ("watched", "at_once"),
+        "layers": family == "quantize_layers", "at_once": label == "at_once",
       }
       for label, shape, alongs, tensor in cases
     }

@@ -143,12 +143,17 @@ def _grouped(product: str, tokens: int, n: int, k: int) -> Program:
   return Program(gradient, (*operands, layout))
 
 
-def quantize(shape, alongs, tensor: str, watched: bool = False, layers: bool = False) -> Program:
-  """-> ({axis: ScaledMatrix}, amax or None) of a matrix, or of a layer of a stack of LAYERS, whose
-  number is the last operand. Args: tensor: "x", "w" or "g"."""
+def quantize(
+  shape, alongs, tensor: str, watched: bool = False, layers: bool = False, at_once: bool = False
+) -> Program:
+  """-> ({axis: ScaledMatrix}, amax or None) of a matrix; of a layer of a stack of LAYERS, whose
+  number is the last operand; or of all of them. Args: tensor: "x", "w" or "g"."""
   quants = {axis: QUANTS[tensor][axis] for axis in alongs}
   make = functools.partial(quantizer.quantize_matrix, quants=quants, watched=watched)
   dtype = jnp.float32 if tensor == "w" else jnp.bfloat16
+  if at_once:
+    stack = array(dtype, LAYERS, *shape)
+    return Program(functools.partial(quantizer.quantize_stack, quants=quants), (stack,))
   if layers:
     of_layer = lambda stack, i: make(Entry(stack, i))  # noqa: E731
     return Program(of_layer, (array(dtype, LAYERS, *shape), array(jnp.int32)))

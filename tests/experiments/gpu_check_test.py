@@ -182,6 +182,19 @@ def test_a_wrong_quantization_is_seen(monkeypatch, broken):
   assert found["status"] == ("wrong" if broken else "ok"), found
 
 
+@pytest.mark.parametrize("broken", ["", "order", "amax"])
+def test_wrong_weights_of_all_layers_are_seen(monkeypatch, broken):
+  def quantize_stack(x, quants):
+    make = lambda one: {a: quantize.quantize(one, q, contraction=a) for a, q in quants.items()}  # noqa: E731
+    made, amaxes = jax.lax.map(make, x[::-1] if broken == "order" else x), jnp.abs(x).max((1, 2))
+    return made, amaxes[::-1] if broken == "amax" else amaxes
+
+  monkeypatch.setattr(quantizer, "quantize_stack", quantize_stack)
+  values = dict(shape=(128, 128), alongs=[0, 1], tensor="w", layers=True, at_once=True)
+  found = worker.measure(check_quantize.run, CONTEXT, values | {"watched": True})
+  assert found["status"] == ("wrong" if broken else "ok"), found
+
+
 @pytest.mark.parametrize("broken", ["", "saturates", "rounds", "scales"])
 def test_a_wrong_cast_is_seen(monkeypatch, broken):
   def quantize_matrix(x, quants, **given):
@@ -594,7 +607,7 @@ def lower_all() -> dict[str, str]:
 
   def build(family: plan.Family, values):
     values = dict(values)
-    if family.module.endswith(("check_gemm", "time_gemm")):
+    if family.module.endswith(("check_gemm", "time_gemm", "time_stack")):
       return programs.gemm(**values)
     if family.module.endswith("check_adam"):
       return programs.adam_update(**values)
