@@ -117,6 +117,12 @@ def test_quantize_of_transpose_is_transpose_of_quantize(rng):
     np.testing.assert_array_equal(a.scale, b.scale, str(quant))
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _scales(amax, fmt):
+  """Of every kind of one level, in one program."""
+  return [q.amax_to_scale(amax, fmt, kind) for kind in ONE_LEVEL]
+
+
 @pytest.mark.parametrize("kind", ONE_LEVEL, ids=kind_id)
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 def test_scale_around_every_power_of_two_stays_within_its_bound(fmt, kind):
@@ -127,7 +133,7 @@ def test_scale_around_every_power_of_two_stays_within_its_bound(fmt, kind):
   amax = np.concatenate(
     [centre, np.nextafter(centre, np.float32(np.inf)), np.nextafter(centre, np.float32(0))]
   )
-  scale = np.asarray(jax.jit(lambda a: q.amax_to_scale(a, fmt, kind))(amax), np.float64)
+  scale = np.asarray(_scales(amax, fmt)[ONE_LEVEL.index(kind)], np.float64)
   assert np.all(np.isfinite(scale)) and np.all(scale >= 2.0**-126)
   ratio, is_above_floor = amax / scale, scale > 2.0**-126
   if kind is Scale.F32:
@@ -196,8 +202,8 @@ def test_special_tensors_give_finite_scales_in_two_levels(fmt, row):
   """Each alone in its tensor with a plain tile, since an infinite amax reaches every tile."""
   x = np.concatenate([SPECIAL[row : row + 1], [[1, 2, 3, 6]]]).astype(np.float32)
   for rows in (x, x[:1]):
-    quant = Quant(fmt, (1, WHOLE), Scale.E4M3_OVER_F32)
-    got = narrow(rows, quant)
+    every = [Quant(f, (1, WHOLE), Scale.E4M3_OVER_F32) for f in NARROW]
+    got = narrow_all(rows, every)[NARROW.index(fmt)]
     scale, data = np.asarray(got.scale), np.asarray(got.data).astype(np.float32)
     want, want_scale = oracle.quantize(rows, fmt.name, (1, 0), "e4m3_over_f32")
     np.testing.assert_array_equal(scale[:, 0], want_scale[:, 0])
