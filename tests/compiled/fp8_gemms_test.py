@@ -45,19 +45,46 @@ def _counts(rows, site: str) -> dict[str, int]:
 # --- what is lowered -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NARROW)
-def test_every_recipe_is_proven(name):
-  spec = harness.debug_plan(name, memory__remat_policy="full")
+def _proven(rules) -> list:
+  """The rows of a step under these rules: as many FP8 GEMMs as its jaxpr executes."""
+  spec = harness.debug_plan(precision__rules=rules, memory__remat_policy="full")
   state, batch, sites = harness.step_arguments(spec)
   step_fn = train_step.make_step(spec)
   rows = fp8_gemms.strict(spec, step_fn, state, batch, sites)
   traced = step_fn.trace(state, batch, sites).jaxpr
-  uses = [q for quants in library.RECIPES[name].uses().values() for q in quants]
-  is_carried = any(xla.is_fp8(getattr(library.RECIPES[name], p)) for p in PASSES)
-  assert (sum(row.expected for row in rows) > 0) == is_carried
   assert sum(row.expected for row in rows) == _narrow_dots(traced.jaxpr)
-  assert sum(row.fp8 for row in rows) == sum(row.expected for row in rows)
-  assert ("(emulated)" in _printed(rows)) == any(q.format not in (E4M3, E5M2) for q in uses)
+  assert all(row.fp8 == row.expected for row in rows)
+  return rows
+
+
+def _is_carried(name: str) -> bool:
+  return any(xla.is_fp8(getattr(library.RECIPES[name], p)) for p in PASSES)
+
+
+def _is_emulated(name: str) -> bool:
+  uses = [q for quants in library.RECIPES[name].uses().values() for q in quants]
+  return any(q.format not in (E4M3, E5M2) for q in uses)
+
+
+@pytest.mark.parametrize("mixture", aot_harness.mixtures("full"), ids=lambda m: m["attn/q"])
+def test_every_recipe_is_proven_beside_others(mixture):
+  """A recipe per site: three programs hold them all."""
+  rows = _proven((*((f".*/{s}", name) for s, name in mixture.items()), ("head", "bf16")))
+  for site, name in mixture.items():
+    own = [row for row in rows if row.key.site == f"layers/{site}"]
+    assert {row.recipe for row in own} == {name}
+    assert (sum(row.expected for row in own) > 0) == _is_carried(name)
+    assert ("(emulated)" in _printed(own)) == _is_emulated(name)
+
+
+# Slow: recipes beside others, above; all sites of one, the only one left in the default run.
+@pytest.mark.parametrize("name", [
+  pytest.param(name, marks=[pytest.mark.slow] * (name != "block_128")) for name in NARROW
+])  # fmt: skip
+def test_every_recipe_is_proven(name):
+  rows = _proven((("head", "bf16"), (".*", name)))
+  assert (sum(row.expected for row in rows) > 0) == _is_carried(name)
+  assert ("(emulated)" in _printed(rows)) == _is_emulated(name)
 
 
 def _emulated(name: str, monkeypatch, **changes):

@@ -54,6 +54,17 @@ NNX = {
   ),
 }  # fmt: skip
 RECIPES = ["block_128", "tensor_delayed"]
+
+
+def _by_turns(layers):
+  """The first layer with every recipe, the others by turns; the rest is slow."""
+  return [
+    pytest.param(layer, recipe, marks=[pytest.mark.slow] * (i > 0 and (i + j) % 2 > 0))
+    for i, layer in enumerate(layers)
+    for j, recipe in enumerate(RECIPES)
+  ]
+
+
 WRT = nnx.DiffState(0, nnx.Any(nnx.Param, fp8.Fp8))
 
 
@@ -74,8 +85,7 @@ def _sites(tree) -> list[site_lib.Site]:
 # --- one layer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("layer", LINEN)
+@pytest.mark.parametrize("layer, recipe", _by_turns(LINEN))
 def test_linen_layer_equals_the_plain_one_on_lattices(rng, layer, recipe):
   make, shape, kernel_shape = LINEN[layer]
   x = _lattice(rng, *shape)
@@ -100,8 +110,7 @@ def test_linen_layer_equals_the_plain_one_on_lattices(rng, layer, recipe):
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("layer", NNX)
+@pytest.mark.parametrize("layer, recipe", _by_turns(NNX))
 def test_nnx_layer_equals_the_plain_one_on_lattices(rng, layer, recipe):
   make, shape = NNX[layer]
   x = _lattice(rng, *shape)

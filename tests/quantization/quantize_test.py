@@ -117,6 +117,12 @@ def test_quantize_of_transpose_is_transpose_of_quantize(rng):
     np.testing.assert_array_equal(a.scale, b.scale, str(quant))
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _scales(amax, fmt):
+  """Of every kind of one level, in one program."""
+  return [q.amax_to_scale(amax, fmt, kind) for kind in ONE_LEVEL]
+
+
 @pytest.mark.parametrize("kind", ONE_LEVEL, ids=kind_id)
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 def test_scale_around_every_power_of_two_stays_within_its_bound(fmt, kind):
@@ -127,7 +133,7 @@ def test_scale_around_every_power_of_two_stays_within_its_bound(fmt, kind):
   amax = np.concatenate(
     [centre, np.nextafter(centre, np.float32(np.inf)), np.nextafter(centre, np.float32(0))]
   )
-  scale = np.asarray(jax.jit(lambda a: q.amax_to_scale(a, fmt, kind))(amax), np.float64)
+  scale = np.asarray(_scales(amax, fmt)[ONE_LEVEL.index(kind)], np.float64)
   assert np.all(np.isfinite(scale)) and np.all(scale >= 2.0**-126)
   ratio, is_above_floor = amax / scale, scale > 2.0**-126
   if kind is Scale.F32:
@@ -161,10 +167,17 @@ SPECIAL = np.asarray(
 )
 
 
+@functools.cache
+def _special_blocks():
+  """{Quant: SPECIAL in it}, of every format and kind, in one program."""
+  quants = [Quant(fmt, (1, WHOLE), kind) for fmt in NARROW for kind in ONE_LEVEL]
+  return dict(zip(quants, narrow_all(SPECIAL, quants), strict=True))
+
+
 @pytest.mark.parametrize("kind", ONE_LEVEL, ids=kind_id)
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 def test_special_blocks_give_finite_scales(fmt, kind):
-  got = narrow(SPECIAL, Quant(fmt, (1, WHOLE), kind))
+  got = _special_blocks()[Quant(fmt, (1, WHOLE), kind)]
   scale, data = np.asarray(got.scale), np.asarray(got.data).astype(np.float32)
   assert np.all(np.isfinite(scale)) and np.all(scale >= 2.0**-126)
   np.testing.assert_array_equal(scale[[0, 1, 2, 4, 5], 0], 1.0)
@@ -189,8 +202,8 @@ def test_special_tensors_give_finite_scales_in_two_levels(fmt, row):
   """Each alone in its tensor with a plain tile, since an infinite amax reaches every tile."""
   x = np.concatenate([SPECIAL[row : row + 1], [[1, 2, 3, 6]]]).astype(np.float32)
   for rows in (x, x[:1]):
-    quant = Quant(fmt, (1, WHOLE), Scale.E4M3_OVER_F32)
-    got = narrow(rows, quant)
+    every = [Quant(f, (1, WHOLE), Scale.E4M3_OVER_F32) for f in NARROW]
+    got = narrow_all(rows, every)[NARROW.index(fmt)]
     scale, data = np.asarray(got.scale), np.asarray(got.data).astype(np.float32)
     want, want_scale = oracle.quantize(rows, fmt.name, (1, 0), "e4m3_over_f32")
     np.testing.assert_array_equal(scale[:, 0], want_scale[:, 0])
@@ -237,15 +250,23 @@ def test_cast_saturates_where_a_bare_cast_gives_nan():
   assert np.isnan(np.float32(465).astype(ml_dtypes.float8_e4m3fn))
 
 
+@functools.cache
+def _along_both():
+  """(x, amax) -> {Quant: x in it, along either axis}, of the next test's, in one program."""
+  sources, kinds = (Static(), Delayed(8, margin=2)), (Scale.F32, Scale.POW2)
+  quants = [Quant(f, (WHOLE, WHOLE), k, s) for f in NARROW for k in kinds for s in sources]
+  along = lambda x, a, quant: [q.quantize(x, quant, contraction=i, amax=a) for i in (0, 1)]  # noqa: E731
+  program = jax.jit(lambda x, a: [along(x, a, quant) for quant in quants])
+  return lambda x, a: dict(zip(quants, program(x, a), strict=True))
+
+
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 @pytest.mark.parametrize("kind", [Scale.F32, Scale.POW2], ids=kind_id)
 def test_scale_of_a_given_amax_ignores_x(rng, kind, fmt):
   x = rng.standard_normal((16, 32)).astype(np.float32)
   for source, margin in ((Static(), 0), (Delayed(8, margin=2), 2)):
     quant = Quant(fmt, (WHOLE, WHOLE), kind, source)
-    make_both = jax.jit(
-      lambda x, a, quant=quant: [q.quantize(x, quant, contraction=i, amax=a) for i in (0, 1)]
-    )
+    make_both = lambda x, a, quant=quant: _along_both()(x, a)[quant]  # noqa: E731
     make = lambda a, make_both=make_both: make_both(x, np.float32(a))[1]  # noqa: E731
     scale = oracle.scale_of(0.1, fmt.name, kind.value) * np.float32(2.0**margin)
     for axis, got in enumerate(make_both(x, np.float32(0.1))):
