@@ -31,7 +31,7 @@ FEW = {
 SAVED = {"memory.remat_policy": "none"}
 LINEARS = {"memory.remat_policy": "linears"}
 # Changes, mesh, and how often kernels read a layer's weight in its stack: those of three or six
-# sites, forward, forward again if it is, for the data gradient; or once, of all layers or on a mesh.
+# sites, forward, forward again if it is, for the data gradient; or once, of all layers or per site.
 CASES = {
   "two runs of layers, tied, compressed inputs": (
     FEW | {"precision.first_bf16": 1, "memory.save_layer_inputs": "e4m3_16",
