@@ -187,13 +187,13 @@ def notes() -> list[str]:
   table = _table(_path())
   by = sorted({f"jax {row.get('jax')}, {str(row.get('commit'))[:8]}" for row in table.values()})
   source = f"tiles of {len(table)} shapes measured on {device_name()} ({'; '.join(by)}), others"
-  found = [f"{source if table else 'tiles'} by a model of shared memory"]
+  texts = [f"{source if table else 'tiles'} by a model of shared memory"]
   if not has_register_pools():
-    found.append(
+    texts.append(
       f"jax {jax.__version__} compiles forward products and data gradients with tiles of 128x128. "
       "jax 0.11.2 fits 128x192 into registers: by that model 13 % less time, not timed"
     )
-  return found
+  return texts
 
 
 def plain(is_tiled: bool, out_dtype) -> Config:
