@@ -202,7 +202,7 @@ def on_grid(x, q: Quant, how: Rounding):
   elif name == "lns8":
     border = 0.5
     with np.errstate(divide="ignore"):
-      is_up = np.where(size < 1, size > 0, 8 * np.log2(size) % 1 > 0.5)
+      is_up = np.where(size < 1, size > 0, 8 * np.log2(np.maximum(size, 1)) % 1 > 0.5)
   elif name == "logfmt8":
     border, is_up = 0.5, share >= 0.5
   else:
