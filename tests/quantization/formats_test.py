@@ -296,7 +296,9 @@ def test_a_name_gives_its_format_back_and_a_recipe_keeps_it(name):
   fmt = formats.by_name(name)
   assert fmt.name == name and formats.by_name(fmt.name) == fmt and str(fmt) == name
   if fmt.is_operand:
-    gemm = Gemm(Quant(fmt, (1, 128)), Quant(fmt, (1, 128)), 128)
+    is_wide = fmt.max > 2.0**58  # has no scale
+    quant = Quant(fmt, scale=Scale.ONE) if is_wide else Quant(fmt, (1, 128))
+    gemm = Gemm(quant, quant, 128)
     recipe = Recipe("new", gemm, gemm, gemm)
     assert Recipe.from_dict(recipe.to_dict()) == recipe
   else:
