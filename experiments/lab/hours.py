@@ -3,10 +3,11 @@
 command: python experiments/lab/hours.py            prints systems, seeds, hours, what is unknown
          python experiments/lab/hours.py measure    times 20 steps of what has not run -> hours.json
 
-Seconds per step are the median over the finished runs of lab/results with this recipe and model,
+Seconds per step are of hours.json: CPU seconds of 20 steps at the commit that measured them. Of
+what it lacks they are the median over the finished runs of lab/results with this recipe and model,
 on this CPU if it has any, else on the one that has most: wall seconds of one core, beside other
-work. Of what has not run they are of hours.json: CPU seconds of 20 steps. Of the rest they are a
-guess. The table says how many hours are of each.
+work, at the commit that ran. Of the rest they are a guess. The table says how many hours are of
+each.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from design import LONG, Run, all_runs  # noqa: E402
 
 HOURS, RESULTS, BUDGET_HOURS = HERE / "hours.json", HERE / "results", 24.0
 # Where seconds per step come from, best first.
-RUNS, TIMED, GUESSED = "runs", "hours.json", "guess"
+TIMED, RUNS, GUESSED = "hours.json", "runs", "guess"
 # Before a recipe of the size was measured; of SmolLM2-135M with 1,024 tokens a step.
 UNMEASURED = ({"step_seconds": 1.0, "start_seconds": 20.0},
               {"step_seconds": 9.0, "start_seconds": 60.0})  # fmt: skip
@@ -93,14 +94,14 @@ def measured(folder: pathlib.Path = RESULTS, cpu: str = "") -> dict[str, dict[st
 
 
 def hours(run: Run, measured: Mapping[str, Mapping[str, Any]], at_once: int = 1):
-  """(core-hours, RUNS, TIMED or GUESSED): a guess is hours.json's slowest of the size.
+  """(core-hours, TIMED, RUNS or GUESSED): a guess is hours.json's slowest of the size.
 
   Args:
     measured: of `measured`, or {}.
     at_once: runs that share one start (--vmap).
   """
   timed = measured.get(TIMED, {})
-  for origin in (RUNS, TIMED):
+  for origin in (TIMED, RUNS):
     if row := measured.get(origin, {}).get(_timed(run)):
       break
   else:
@@ -162,7 +163,7 @@ def measure(names: list[str], steps: int = 20):
 def table() -> str:
   """Markdown: systems with seeds, runs, hours by origin, and arms that are not known here yet."""
   have = measured()
-  columns = ("system", "arms", "seeds", "runs", "core-hours", f"of {RUNS}", f"of {TIMED}",
+  columns = ("system", "arms", "seeds", "runs", "core-hours", f"of {TIMED}", f"of {RUNS}",
              GUESSED, "not yet known")  # fmt: skip
   lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
   seen, total, startable = set(), collections.Counter(), 0.0
@@ -191,7 +192,7 @@ def table() -> str:
 
 def _hours(cost: Mapping[str, float]) -> list[str]:
   """Cells: all, then by origin."""
-  return [f"{sum(cost.values()):.1f}", *(f"{cost[o]:.1f}" for o in (RUNS, TIMED, GUESSED))]
+  return [f"{sum(cost.values()):.1f}", *(f"{cost[o]:.1f}" for o in (TIMED, RUNS, GUESSED))]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import math
 import pathlib
 import platform
+import statistics
 from typing import Any
 
 import design
@@ -33,7 +34,8 @@ class Result:
     heldout: {source: {precision: nats per token}} at the end; {} of a run that diverged.
     origin: {name of ORIGIN: text}.
     data: fingerprint.
-    seconds: of all steps.
+    seconds: of all steps, each as long as the median one: a process that was stopped for an hour
+      did not compute for an hour.
   """
 
   run: design.Run
@@ -91,13 +93,15 @@ def of_workdir(run: design.Run, workdir: str, status: str) -> Result:
     "backend": f"{last['devices']}, matmul {resolved['kernels.matmul']}",
   }  # fmt: skip
   loss, took = found.curves.get("loss"), found.curves.get("step_seconds")
+  steps = () if took is None else tuple(map(float, took.values))
   return Result(
     run, status,
     () if loss is None else tuple(float(f"{x:.6g}") for x in loss.values),
     int(resolved.get("optim.warmup_steps", 0)),
     {s: {_own(p): v for p, v in by.items()} for s, by in found.evaluation(-1).items()}
     if found.heldout and status == "finished" else {},
-    origin, last["data_fingerprint"], 0.0 if took is None else round(float(sum(took.values)), 1),
+    origin, last["data_fingerprint"],
+    round(statistics.median(steps) * len(steps), 1) if steps else 0.0,
   )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from fp8jax.ops import (
   observe,
   operands,
   straight,
-)  # fmt: skip
+)
 from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.site import ScalingInputs, Site
 from fp8jax.ops.stored_params import WeightOperands
@@ -148,10 +148,10 @@ def _stacked(spec: GemmSpec, ws, site: Site) -> WeightOperands | None:
     return None
   read = linear.read_weight(spec, Entry(ws, 0))
   if not isinstance(read, Entry) or not _takes_one_reading(spec, read):
-    return None  # of masters that are unpacked a layer at a time is enough
+    return None  # masters that are unpacked first: a stack of them in float32 would be large
   matrix, along = operands.flatten(read, *spec.letters_of(Role.W_FWD), "")
   if not mosaic_sm90.is_moved(matrix):
-    return None  # likewise of a copy with zeros around it
+    return None  # so would a copy of it with zeros around each layer
   with jax.named_scope("quantize"):
     made, amax = mosaic_sm90.quantize_stack(matrix.stack, _by_axis(spec, along))
   stats = amax[:, None]

@@ -78,18 +78,25 @@ def clamped(x, clip: Clamp, tile_axes: tuple[bool, bool], shared: Axes):
 
 
 def _in_order(values, extents, shared: Axes, index: Callable):
-  """[tiles, tiles]: the element number index(n) of each tile's n in ascending order."""
+  """[tiles, tiles]: the element number index(n) of each tile's n in ascending order.
+
+  Counted from the nearer end: XLA's CPU sorts all of a row in 25 times the time of its largest.
+  """
   count = np.outer(*extents)
-  rows, columns = values.shape[::2]
   places = values.shape[1] * values.shape[3]
-  flat = jnp.moveaxis(values, 2, 1).reshape(rows, columns, places)
+  flat = jnp.moveaxis(values, 2, 1).reshape(count.size, places)
+  parts = jax.lax.axis_size(shared) if shared else 1
+  n = parts * count.reshape(-1, 1)
+  place = index(n).astype(np.int32)
+  is_high = np.max(n - 1 - place) < np.max(place)
+  place, sign = (n - 1 - place, 1) if is_high else (place, -1)
+  flat = sign * flat
   if (count < places).any():
-    inside = _is_inside(values.shape, extents)
-    flat = jnp.where(jnp.moveaxis(inside, 2, 1).reshape(flat.shape), flat, jnp.inf)
-  flat = jax.lax.all_gather(flat, shared, axis=2, tiled=True) if shared else flat
-  parts = flat.shape[2] // places
-  chosen = jnp.asarray(index(count * parts).astype(np.int32))
-  return jnp.take_along_axis(jnp.sort(flat, axis=2), chosen[..., None], axis=2)[..., 0]
+    inside = np.moveaxis(_is_inside(values.shape, extents), 2, 1).reshape(flat.shape)
+    flat = jnp.where(inside, flat, -jnp.inf)
+  flat = jax.lax.all_gather(flat, shared, axis=1, tiled=True) if shared else flat
+  first, _ = jax.lax.top_k(flat, int(place.max()) + 1)
+  return sign * jnp.take_along_axis(first, jnp.asarray(place), axis=1).reshape(count.shape)
 
 
 def _is_inside(shape, extents) -> np.ndarray:

@@ -117,9 +117,7 @@ class Gemm:
         f"lhs.transform={self.lhs.transform} and rhs.transform={self.rhs.transform} must be equal: "
         "the product of two operands rotated differently is another product"
       )
-    for name, quant in (("lhs", self.lhs), ("rhs", self.rhs)):
-      if quant is None:
-        continue
+    for name, quant in ((n, q) for n, q in (("lhs", self.lhs), ("rhs", self.rhs)) if q):
       if not quant.format.is_operand:
         raise ValueError(
           f"{name}.format={quant.format} is no element format of a GEMM operand; to multiply in "
@@ -130,9 +128,10 @@ class Gemm:
           f"{name}={quant}: a product of square roots or powers is not the product. These are for "
           "stored tensors, such as an optimizer's moments; leave transform and keeps_nonzero out"
         )
-      # 2^12 products of codes up to 2^58 are beyond float32.
-      if quant.scale is not Scale.ONE and (quant.scale is Scale.NONE or quant.format.max > 2.0**58):
-        raise ValueError(f"{name}={quant}: no scale, or products beyond float32; set scale='one'")
+      if quant.scale is Scale.NONE:
+        raise ValueError(f"{name}={quant}: an operand without a range of its own has scale='one'")
+      if quant.format.max > 2.0**58 and quant.scale is not Scale.ONE:  # 2^12 products reach 2^128
+        raise ValueError(f"{name}={quant}: sums reach 2^128; set scale='one' and tile=(0, 0)")
       if quant.tile[1] == WHOLE or not self.multiplies_codes:
         continue
       if isinstance(self.accumulate, Accumulation) or quant.tile[1] % self.accumulate:

@@ -58,7 +58,7 @@ def test_seeds_give_the_interval_room_and_the_list_its_budget():
     design.Comparison("x", "bf16", "better", 1.0)
 
 
-def test_hours_are_of_finished_runs_on_one_cpu_else_of_hours_json_else_a_guess():
+def test_hours_are_of_hours_json_else_of_finished_runs_on_one_cpu_else_a_guess():
   system = system_of("higher", fixed_seeds=4)
   run = system.runs((system.arms[1],))[0]
 
@@ -83,7 +83,7 @@ def test_hours_are_of_finished_runs_on_one_cpu_else_of_hours_json_else_a_guess()
     hours.TIMED: {key: timed},
   }
   for one, rows, at_once, step, origin in (
-    (run, have, 1, 3.0, "runs"), (run, {hours.TIMED: have[hours.TIMED]}, 4, 2.0, "hours.json"),
+    (run, have, 1, 2.0, "hours.json"), (run, {hours.RUNS: have[hours.RUNS]}, 4, 3.0, "runs"),
     (guessed, have, 1, 2.0, "guess"), (guessed, {}, 1, 1.0, "guess"),
   ):  # fmt: skip
     start = 20.0 if not rows else 36.0
@@ -144,6 +144,7 @@ def _left(folder, steps=3, **leg):
   folder.mkdir(parents=True)
   losses = [3.25 - i / 8 for i in range(steps)]
   rows = [{"step": i + 1, "loss": x, "step_seconds": 0.5} for i, x in enumerate(losses)]
+  rows[1]["step_seconds"] = 3600.0  # the process was stopped
   rows.append({"step": steps, "heldout/main/mxfp8/loss": 2.5, "heldout/main/bf16/loss": 2.25})
   (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   resolved = {"optim.warmup_steps": 2, "kernels.matmul": "auto", "steps": steps}

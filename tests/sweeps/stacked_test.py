@@ -272,8 +272,8 @@ _NEEDS_OWN = "needs a run of its own; set {}, or leave --vmap out"
 
 @pytest.mark.parametrize("arm, fixed, count, patterns", [
   ("bf16", {"precision.policy": ("roll_back()",), "log.profile": (10, 2), "checkpoint.every": 2}, 3,
-   [f"precision.policy=.*{_NEEDS_OWN.format(r'\[\]')}$",
-    f"log.profile=.*{_NEEDS_OWN.format(r'\[10, 0\]')}$"]),
+   ["precision.policy=.*" + _NEEDS_OWN.format(r"\[\]") + "$",
+    "log.profile=.*" + _NEEDS_OWN.format(r"\[10, 0\]") + "$"]),
   ("tensor_delayed", {"optim.moment_format": "coat", "log.tensor_stats_every": 2}, 2,
    ["optim.moment_format='coat'", "log.tensor_stats_every=2"]),
 ])  # fmt: skip
