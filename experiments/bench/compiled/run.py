@@ -53,6 +53,8 @@ ARMS = {
   "block_128_pow2, saved": ("", _SAVED),
   "block_128_pow2, once, saved": ("", _ONCE | _SAVED),
   "block_128_pow2, once, 8 in flight": ("", _ONCE | {"mesh.collectives_in_flight": 8}),
+  "block_128_pow2, once, bf16 wire": ("", _ONCE | {"optim.grad_wire": "bf16"}),
+  "block_128_pow2, once, e4m3 wire": ("", _ONCE | {"optim.grad_wire": "e4m3"}),
 }
 _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "while",
          "call", "conditional", "iota", "partition-id", "replica-id", "opt-barrier",
@@ -236,7 +238,7 @@ def main():
   path = HERE / "results" / f"{asked.target.replace(':', 'x')}-jax-{jax.__version__}.json"
   found = json.loads(path.read_text()) if path.exists() else {"arms": {}}
   for arm in asked.arms or ARMS:
-    if asked.target.endswith(":1") and "in flight" in arm:
+    if asked.target.endswith(":1") and arm.endswith(("in flight", "wire")):
       continue  # one device moves nothing
     found["arms"][arm] = measure(arm, asked.target)
     path.parent.mkdir(exist_ok=True)
