@@ -136,7 +136,7 @@ class Precision:
   calibration: str = key("", "Table of --job=calibrate that delayed and static scales start from; "
     '"" takes the ranges of the first batch. Resuming with another table (by content, not by '
     'path) is refused; with "precision.calibration" in checkpoint.accept_changes, scales begin '
-    "anew from the table.")
+    "again from the table.")
   smooth_swiglu: str = key("none", "Smooth-SwiGLU (arXiv:2409.12517): the input of mlp/down is "
     "divided by the largest magnitude of its linear branch, which comes back in down's weight "
     '("channel") or output ("token"). Against outliers late in long runs (log.alarms warns); '
