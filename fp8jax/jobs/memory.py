@@ -16,7 +16,7 @@ from fp8jax.generation.settings import VALUES, Generate
 from fp8jax.rl import scoring
 from fp8jax.rl.settings import REWARD, RL
 from fp8jax.run import provenance
-from fp8jax.step import distillation, train_spec
+from fp8jax.step import distillation, quantized_once, train_spec
 
 
 def run(
@@ -48,12 +48,31 @@ def run(
     + (f", by {', '.join(proof['by'])}" if proof["by"] else "")
     + (f"; {proof['problem']}" if proof["problem"] else "")
   )
-  for line in collectives.lines(summary.get("collectives", [])):
+  for line in (*collectives.lines(summary.get("collectives", [])), *_once(spec, summary["peak"])):
     out.print(line)
   result = {"rows": [dataclasses.asdict(row) for row in rows], **summary}
   if os.path.isdir(workdir):
     provenance.write_json(workdir, "memory.json", result)
   return result
+
+
+def _once(spec: train_spec.TrainSpec, peak: int) -> list[str]:
+  """The price of quantizing weights once per step, where a step could and does not.
+
+  Args:
+    peak: bytes per device of the step as it is.
+  """
+  if quantized_once.is_on(spec) or spec.optim.in_backward or spec.run.is_invariant:
+    return []
+  account = quantized_once.account(spec)
+  if not account.names:
+    return []
+  more, whole = (n / 2**30 for n in (account.nbytes, peak + account.nbytes))
+  return [
+    f"memory.weight_operands='per_step' would make the operands of {len(account.names)} sites once "
+    f"per step, not in each pass of {spec.grad_accum_steps} microbatches: {more:.3g} GiB more per "
+    f"device, {whole:.3g} in all"
+  ]
 
 
 def _of_rl(spec: train_spec.TrainSpec, devices, gpu: str) -> tuple[list[MemoryRow], dict]:

@@ -192,6 +192,30 @@ def test_the_job_says_on_stderr_what_it_returns_and_writes(tmp_path, capsys, mon
   assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("changes, is_said", [
+  ({"grad_accum_steps": 2}, True), ({"memory.weight_operands": "per_step"}, False),
+  ({"precision.invariant": True, "memory.remat_policy": "full"}, False),
+])  # fmt: skip
+def test_the_price_of_quantizing_weights_once_is_said_where_it_is_not_done(
+  capsys, monkeypatch, changes, is_said
+):
+  spec = harness.tiny_spec(harness.tiny_config("block_128", **changes), job="memory")
+  summary = {"peak": 2**20, "fp8_gemms": dict(found=1, planned=1, by=[], problem="")}
+  monkeypatch.setattr(memory_job.memory, "compiled", lambda *_: ([], summary))
+  monkeypatch.setattr(memory_job.memory, "table", lambda *_: "")
+  monkeypatch.setattr(memory_job.aot, "lower", lambda *_: None)
+  memory_job.run(spec, jax.devices()[:1], "", "")
+  err, m, elements = capsys.readouterr().err, spec.model, 0
+  heads = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+  for n, k in ((heads[0], m.hidden_size), (heads[1], m.hidden_size), (heads[1], m.hidden_size),
+               (m.hidden_size, heads[0]), *[(m.intermediate_size, m.hidden_size)] * 3):  # fmt: skip
+    elements += m.num_layers * (n * k + 4 * -(-n // 128) * -(-k // 128))
+  more = 2 * elements / 2**30
+  text = f"of 7 sites once per step, not in each pass of 2 microbatches"
+  assert ("per_step" in err) == is_said == (text in err)
+  assert (f"{more:.3g} GiB more per device, {2**-10 + more:.3g} in all\n" in err) == is_said
+
+
 def test_what_a_run_holds_that_learns_from_its_own_completions(capsys):
   """A reference, a rollout of 6 sequences of 40 tokens, and the pass that scores it: by hand."""
   c = harness.tiny_config("bf16", **{
