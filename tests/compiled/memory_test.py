@@ -211,7 +211,7 @@ def test_the_price_of_quantizing_weights_once_is_said_where_it_is_not_done(
                (m.hidden_size, heads[0]), *[(m.intermediate_size, m.hidden_size)] * 3):  # fmt: skip
     elements += m.num_layers * (n * k + 4 * -(-n // 128) * -(-k // 128))
   more = 2 * elements / 2**30
-  text = f"of 7 sites once per step, not in each pass of 2 microbatches"
+  text = "of 7 sites once per step, not in each pass of 2 microbatches"
   assert ("per_step" in err) == is_said == (text in err)
   assert (f"{more:.3g} GiB more per device, {2**-10 + more:.3g} in all\n" in err) == is_said
 
