@@ -27,8 +27,8 @@ from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.schemes import COMPRESSED, FINE_GRAINED
 from fp8jax.ops import gemm_spec, linear, site, site_tree, stored_params
 from fp8jax.ops.site import ScalingInputs
-from fp8jax.optim import storage
 from fp8jax.quantization import amax_history, bf16_remainder, stored_matrix
+from fp8jax.recipe.quant import Hadamard
 
 TINY = ModelConfig(
   architecture="llama", vocab_size=128, hidden_size=128, intermediate_size=256, num_layers=2,
@@ -293,13 +293,16 @@ def test_the_frozen_base_of_adapters_keeps_codes_and_scales(tmp_path):
 def test_codes_of_rotated_weights_are_no_codes_of_a_folder():
   """A server would multiply them by what nobody rotated; requantized, they are those of the
   weight."""
-  pack = functools.partial(stored_matrix.pack, inputs=1, lead=1, quant=storage.FROZEN["e3m2_h64"])
+  rotated = dataclasses.replace(stored_matrix.QUANT, transform=Hadamard(64, "none"))
+  pack = functools.partial(stored_matrix.pack, inputs=1, lead=1, quant=rotated)
   down = jax.ShapeDtypeStruct((2, 256, 128), np.float32)
   tree = {"layers/mlp/down": jax.eval_shape(pack, down)}
   entries = names.entries(TINY)
   stored = fp8_export.of_stacks(tree, entries)
   wide = site_tree.recipes_of(_sites("bf16"))
-  with pytest.raises(UserError, match="weights as e3m2 .* unsigned.* Set export.format='hf-bf16'"):
+  with pytest.raises(
+    UserError, match="weights as e4m3 128x128 .* unsigned.* Set export.format='hf-bf16'"
+  ):
     fp8_export.choose(entries, TINY.dims, wide, BLOCKS, stored=stored)
   plan = fp8_export.choose(entries, TINY.dims, wide, BLOCKS, stored=stored, requantize=True)
   assert [m.stored or m.is_trained for m in plan.matrices.values()] == [False] * 2

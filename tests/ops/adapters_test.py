@@ -150,7 +150,10 @@ def test_codes_of_another_recipe_are_refused(rng):
 
   rotated, plain = of(storage.FROZEN["int8_h64"]), of(Quant(INT8))
   hq = rules.recipe_by_name("halo_int8_2_hq")
-  by_16 = dataclasses.replace(hq.dgrad, rotate_rows=(None, Hadamard(16, "none")))
+  by_16, across = (
+    dataclasses.replace(gemm, rotate_rows=(None, Hadamard(16, "none")))
+    for gemm in (hq.dgrad, hq.fwd)
+  )
   for codes, recipe, words in (
     (of(stored_matrix.QUANT), "tensor_current", "e4m3 128x128 f32 cannot be multiplied as e4m3"),
     (of(storage.FROZEN["e4m3"]), "fp8_unscaled", "as e4m3 .*x.* one; give its site"),
@@ -159,6 +162,7 @@ def test_codes_of_another_recipe_are_refused(rng):
     (rotated, "halo_int8_0", "hadamard64 unsigned cannot be multiplied as int8"),
     (rotated, "halo_int8_2", "as int8 .*x.* f32; give its site a recipe whose dgrad product"),
     (rotated, dataclasses.replace(hq, dgrad=by_16), "rows rotated by .*16.* whose dgrad product"),
+    (rotated, dataclasses.replace(hq, fwd=across), "rows rotated by .*16.* whose fwd product"),
   ):
     site = fp8jax.site.single(rules.recipe_by_name(recipe) if isinstance(recipe, str) else recipe)
 
