@@ -420,7 +420,7 @@ def _said(rows: Sequence[Row]) -> str:
     seeds = f" ({r.count} seeds)" if " of " in r.count else ""
     by_word[word].append(r)
     of = f"{r.candidate} against {r.baseline}"
-    of += "" if r.quantity == "training" else f", {r.quantity},"
+    of += "" if r.quantity == "training" else f", {r.quantity}" + "," * (r.effect is not None)
     if r.effect is not None:
       of += f" {_number(r.effect)} %"
     if r.effect is not None and len(r.seeds) > 1:

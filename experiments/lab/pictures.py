@@ -324,13 +324,13 @@ def is_about_bytes(changes: design.Changes) -> bool:
 
 def savings(rows: Sequence[Any], count: Callable[[design.Run], tuple[float, float]] = nbytes):
   """[(row, {"parameter": (own, baseline's), "token": likewise})] of rows that save bytes."""
-  by_slug, made, counted = {s.slug: s for s in runs_lib.SYSTEMS}, [], {}
+  known = {(s.slug, arm.name): (s, arm) for s in runs_lib.SYSTEMS for arm in s.arms}
+  made, counted = [], {}
   for row in rows:
-    system = by_slug.get(row.system)
-    arms = {} if system is None else {arm.name: arm for arm in system.arms}
-    arm = arms.get(row.candidate)
+    system, arm = known.get((row.system, row.candidate), (None, None))
     if system is None or arm is None or not is_about_bytes(arm.changes):
       continue
+    arms = {arm.name: arm for arm in system.arms}
     pair = [system.first(arms[name]) for name in (row.candidate, row.baseline)]
     for run in pair:
       key = (run.size, run.recipe, run.changes)

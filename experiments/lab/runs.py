@@ -7,6 +7,7 @@ the rules.
 import os
 import pathlib
 import sys
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments/lab")]
@@ -98,6 +99,17 @@ def _by_width(recipe: str, rates: tuple[float, ...], changes: Changes = ()) -> t
   )
 
 
+# HALO's PEFT: the base is in codes of the rotated weight, or in BF16. Adapters have no dropout here
+# (the paper: 0.1). The rate is ten times that of training everything.
+_PEFT = (*FINE_TUNING, ("model.lora.rank", 16), ("model.lora.alpha", 8.0), ("optim.peak_lr", 2e-3))
+# Fine-tuning of SmolLM2-135M on worked solutions of reasoning-gym's leg_counting and others.
+_SOLUTIONS: dict[str, Any] = dict(
+  steps=39, config="experiments/2025_infir2/reasoning.py:stage1,{recipe}", twins=0,
+  needs=("assets/reasoning/stage1.jsonl",
+         "python experiments/2025_infir2/reasoning_data.py assets/reasoning"),
+)  # fmt: skip
+
+
 # What the systems of baselines alone are called: no paper.
 CORPUS = "corpus_"
 SYSTEMS = (
@@ -129,16 +141,19 @@ SYSTEMS = (
     Comparison("MS-EDEN backward", "SR with room", "lower", 1.0),
     Comparison("wide forward from 7/8", "full", "lower", 1.0, "heldout"),
   ), size="0p8m", steps=192, twins=1),
-  # Fine-tuning of SmolLM2-135M on worked solutions of reasoning-gym's leg_counting and others.
   System("2025_halo", tuple(Arm(name, recipe, FINE_TUNING) for name, recipe in {
     "bf16": "bf16", "fp8, level 0": "halo_fp8_0", "int8, level 0": "halo_int8_0",
     "int8, level 2": "halo_int8_2", "fp6, level 1": "halo_fp6_1",
   }.items()), (
     *_higher(5.0, "int8, level 0", quantity="heldout"),
     Comparison("int8, level 2", "int8, level 0", "lower", 5.0, "heldout"),
-  ), steps=39, fixed_seeds=3, config="experiments/2025_infir2/reasoning.py:stage1,{recipe}",
-     twins=0, needs=("assets/reasoning/stage1.jsonl",
-            "python experiments/2025_infir2/reasoning_data.py assets/reasoning")),
+  ), fixed_seeds=3, **_SOLUTIONS),
+  # Apart, so that no interval of those above is one of three.
+  System("2025_halo", (
+    Arm("bf16, peft", "bf16", (*_PEFT, ("model.lora.base", "bf16"))),
+    Arm("int8, level 2, peft", "halo_int8_2_hq", (*_PEFT, ("model.lora.base", "int8_h64"))),
+  ), (Comparison("int8, level 2, peft", "bf16, peft", "close", 0.0, "heldout"),),
+     illustration=True, **_SOLUTIONS),
   System("2024_trillion_token", (BF16, Arm("all", "trillion_token", _TRILLION)),
          _higher(0.2, "all"), illustration=True),
   System("2023_fp8_lm", (BF16, Arm("o2", "fp8lm", _O2)), _higher(0.2, "o2"), illustration=True),

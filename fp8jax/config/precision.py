@@ -12,10 +12,15 @@ from fp8jax.models import config as model_config
 from fp8jax.models import invariant, lora, transformer
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
+from fp8jax.optim import storage
 from fp8jax.phases.schedule import Phase, Precision, Rules
 from fp8jax.quantization import stored_matrix
 from fp8jax.recipe import attention, by_token
 from fp8jax.recipe import rules as rules_lib
+from fp8jax.recipe.gemm import Recipe
+from fp8jax.recipe.library import RECIPES
+from fp8jax.recipe.papers import PAPERS
+from fp8jax.recipe.quant import Quant
 from fp8jax.step import quantized_once
 
 
@@ -68,9 +73,12 @@ def with_first_last_rules(
 def frozen_problems(
   precision: Precision, model: model_config.ModelConfig, layout: axes.Layout
 ) -> list[str]:
-  """Recipes that cannot multiply the codes of a frozen base, and meshes that split their tiles."""
-  if model.lora is None or model.lora.base != "block_fp8":
+  """Recipes that cannot multiply the codes of a frozen base, sizes that its rotation does not
+  divide, and meshes that split its tiles."""
+  stored = storage.FROZEN.get(model.lora.base) if model.lora else None
+  if model.lora is None or stored is None or not storage.is_in_codes(stored):
     return []
+  base, rotation = f"model.lora.base={model.lora.base!r}", stored.rotation
   problems, declared = [], site_tree.find_sites(transformer.site_params(model))
   for phase in precision.phases:
     for _, _, chosen in rules_lib.segments(list(declared), model.num_layers, phase.rules):
@@ -78,26 +86,56 @@ def frozen_problems(
         recipe, is_base = rules_lib.recipe_by_name(name), path.startswith("layers/")
         if not is_base or lora.is_adapter(path):
           continue
-        operands = (recipe.fwd.rhs, recipe.dgrad.rhs)
-        if not all(map(stored_matrix.is_compatible, operands)):
+        extent = math.prod(model.dims[letter] for letter in declared[path].gemm_letters[0])
+        if not _multiplies(recipe, stored):
           problems.append(
-            f"{path} has recipe {name!r} and model.lora.base='block_fp8' keeps its weight in codes "
-            "of 128x128: give it a block recipe or 'bf16', or set model.lora.base='bf16'"
+            f"{path} has recipe {name!r} and {base} keeps its weight in codes of {stored}: "
+            f"{_alternatives(recipe, stored)}"
           )
-        elif recipe.is_quantized and not _tiles_are_whole(declared[path], model, layout):
+        elif rotation and extent % rotation.size:
           problems.append(
-            f"{path}: model.lora.base='block_fp8' on this mesh would split tiles of 128x128 over "
-            "devices; take a smaller mesh.fsdp, or set model.lora.base='bf16'"
+            f"{path}: {base} rotates blocks of {rotation.size}, and the product contracts {extent},"
+            " no multiple of it; set model.lora.base='bf16'"
+          )
+        elif (recipe.is_quantized or rotation) and not _tiles_are_whole(
+          declared[path], model, layout, stored
+        ):
+          problems.append(
+            f"{path}: {base} on this mesh would split tiles of {stored} over devices; take a "
+            "smaller mesh.fsdp, or set model.lora.base='bf16'"
           )
   return list(dict.fromkeys(problems))
 
 
-def _tiles_are_whole(param, model: model_config.ModelConfig, layout: axes.Layout) -> bool:
-  """Whether every device's part of a weight begins and ends with a tile."""
-  for group in param.gemm_letters:
+def _multiplies(recipe: Recipe, stored: Quant) -> bool:
+  """Whether both products of a weight take what is stored."""
+  rows = recipe.fwd.rotate_rows[1], recipe.dgrad.rotate_rows[1]
+  return stored_matrix.is_compatible(recipe.fwd.rhs, stored, rows[0]) and (
+    stored_matrix.is_compatible(recipe.dgrad.rhs, stored, rows[1], is_turned=True)
+  )
+
+
+def _alternatives(recipe: Recipe, stored: Quant) -> str:
+  """The recipes of codes, and the bases of a recipe, in words."""
+  known = [r.name for r in (RECIPES | PAPERS).values() if r.fwd.rhs and _multiplies(r, stored)]
+  bases = [
+    n for n, q in storage.FROZEN.items() if storage.is_in_codes(q) and _multiplies(recipe, q)
+  ]
+  (*most, last), keys = ([*map(repr, own), "'bf16'"] for own in (known, bases))
+  recipes = " or ".join([", ".join(most), last] if most else [last])
+  return f"give it recipe {recipes}, or set model.lora.base={' or '.join(keys)}"
+
+
+def _tiles_are_whole(
+  param, model: model_config.ModelConfig, layout: axes.Layout, stored: Quant
+) -> bool:
+  """Whether every device's part of a weight begins and ends with a tile, and a rotated block."""
+  size = stored.rotation.size if stored.rotation else 1
+  wanted = (math.lcm(size, stored.tile[1] or 1), stored.tile[0] or 1)
+  for group, multiple in zip(param.gemm_letters, wanted, strict=True):
     parts = [layout.size(layout.weight_axes(letter)) for letter in group]
     extent = math.prod(model.dims[letter] for letter in group)
-    if max(parts[1:], default=1) > 1 or (parts[0] > 1 and extent // parts[0] % stored_matrix.TILE):
+    if max(parts[1:], default=1) > 1 or (parts[0] > 1 and extent // parts[0] % multiple):
       return False
   return True
 

@@ -15,7 +15,6 @@ from fp8jax.models.hf import names, schemes
 from fp8jax.models.hf import tensors as hf_tensors
 from fp8jax.ops import site_tree
 from fp8jax.optim import sparsity, storage
-from fp8jax.quantization import stored_matrix
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.quantization.start_values import first_level_amax, start_values
 from fp8jax.recipe.gemm import Recipe
@@ -94,7 +93,8 @@ class StartCodes:
     served = "precision.rules to a recipe of a server"
     if q is None:
       rows: tuple = (
-        (frozen == stored_matrix.QUANT, "model.lora.base='block_fp8' rounds them a second time",
+        (storage.is_in_codes(frozen),
+         f"model.lora.base={lora and lora.base!r} rounds them a second time",
          "model.lora.base='float32'"),
       )  # fmt: skip
     else:

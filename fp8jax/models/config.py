@@ -67,7 +67,9 @@ class Lora:
     'linear layers: "attn/q", "mlp/.*"')
   base: str = key("block_fp8", 'storage of the frozen linear layers: "block_fp8" (E4M3 codes with '
     "a scale per 128x128, which block recipes multiply as they are; those of a checkpoint in FP8 "
-    'to the bit), "bf16", or "float32", which recipes round to the codes of init.hf to the bit')
+    'to the bit), with a scale per matrix HALO\'s "e4m3" (of tensor_current, halo_fp8_0), and of '
+    'rotated weights "int8_h64" (of halo_int8_2_hq) and "e3m2_h64" (of halo_fp6_1_hq), "bf16", or '
+    '"float32", which recipes round to the codes of init.hf to the bit')
 # fmt: on
 
 

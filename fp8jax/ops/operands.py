@@ -185,23 +185,22 @@ def _stored(spec: GemmSpec, role: Role, w: StoredMatrix) -> Operand:
     ValueError: the recipe quantizes weights otherwise, or devices share a tile.
   """
   (letters, free, contracted), quant = spec.letters_of(role), cast(Quant, spec.quant(role))
-  if not stored_matrix.is_compatible(quant, w.quant):
+  rows, is_turned = spec.rows_rotation(role), role is not Role.W_FWD
+  if not stored_matrix.is_compatible(quant, w.quant, rows, is_turned=is_turned):
+    rotated = f" with rows rotated by {rows}" if rows else ""
     raise ValueError(
-      f"a weight in codes of {w.quant} cannot be multiplied as {quant}; give its site a block "
-      "recipe or 'bf16', or keep the base in BF16: model.lora.base='bf16'"
-    )
-  if spec.rows_rotation(role):
-    raise ValueError(
-      "a weight in codes cannot be rotated; keep the base in BF16: model.lora.base='bf16'"
+      f"a weight in codes of {w.quant} cannot be multiplied as {quant}{rotated}; give its site a "
+      f"recipe whose {role.gemm} product has these codes, or 'bf16', or keep the base in BF16: "
+      "model.lora.base='bf16'"
     )
   local = spec.local_sizes()  # what is quantized for inference lies like an activation
   sizes = dict(zip(letters, w.shape)) if w.weight_shape is None else {c: local[c] for c in letters}
   if not collectives.tiles_fit(sizes, free, contracted, quant, spec.layout):
     raise ValueError(
-      f"a shard {w.shape} of a weight in codes holds no whole tiles of {stored_matrix.TILE}; take "
-      "a smaller mesh.fsdp, or model.lora.base='bf16'"
+      f"a shard {w.shape} of a weight in codes holds no whole tiles of {w.quant}; take a smaller "
+      "mesh.fsdp, or model.lora.base='bf16'"
     )
-  value = w.matrix(is_turned=role is not Role.W_FWD)
+  value = w.matrix(is_turned=is_turned)
   return gathered(value, (free, contracted), sizes, spec.layout, spec.backend(role.gemm))
 
 

@@ -14,6 +14,7 @@ from fp8jax.errors import UserError, nearest
 from fp8jax.formats import BF16, E4M3, E5M2, F16, F32, by_name
 from fp8jax.quantization import bf16_remainder, quantized_tensor, stored_matrix
 from fp8jax.quantization.stored_matrix import StoredMatrix
+from fp8jax.recipe.papers import PAPERS
 from fp8jax.recipe.quant import WHOLE, DynamicRangeExpansion, Quant, Rounding, Scale, SquareRoot
 
 # --- moments -------------------------------------------------------------------------------------
@@ -213,10 +214,20 @@ def master_nbytes(format: Quant | str | None) -> tuple[float, float]:
 # --- frozen parameters ---------------------------------------------------------------------------
 
 _BF16 = Quant(BF16, scale=Scale.NONE)
-# Of linear layers that are not trained, by the name of model.lora.base: E4M3 codes with one scale
-# per 128x128, which their GEMMs multiply as they are, or BF16 or float32, which a recipe quantizes
-# each step: float32 to the codes that init.hf has, where BF16 would round their scales.
-FROZEN = {"block_fp8": stored_matrix.QUANT, "bf16": _BF16, "float32": None}
+# Of linear layers that are not trained, by the name of model.lora.base: codes that their GEMMs
+# multiply as they are, E4M3 with one scale per 128x128, or with a scale per matrix HALO's three
+# (arXiv:2501.02625), the last two of the rotated weight; or BF16 or float32, which a recipe
+# quantizes each step: float32 to the codes that init.hf has, where BF16 would round their scales.
+FROZEN = {
+  "block_fp8": stored_matrix.QUANT, "e4m3": Quant(E4M3),
+  "int8_h64": PAPERS["halo_int8_2_hq"].fwd.rhs, "e3m2_h64": PAPERS["halo_fp6_1_hq"].fwd.rhs,
+  "bf16": _BF16, "float32": None,
+}  # fmt: skip
+
+
+def is_in_codes(quant: Quant | None) -> bool:
+  """Whether a value of FROZEN is of codes, which products multiply as they are."""
+  return quant is not None and quant.format.is_low_bit
 
 
 def store_frozen(x, quant: Quant | None, *, inputs: int, lead: int) -> Any:
@@ -230,8 +241,8 @@ def store_frozen(x, quant: Quant | None, *, inputs: int, lead: int) -> Any:
   """
   if isinstance(x, StoredMatrix) or quant is None:
     return x
-  if quant == stored_matrix.QUANT:
-    return stored_matrix.pack(x, inputs, lead)
+  if is_in_codes(quant):
+    return stored_matrix.pack(x, inputs, lead, quant)
   return quantized_tensor.pack(x, quant, lead=lead)
 
 

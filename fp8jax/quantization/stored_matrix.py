@@ -3,7 +3,9 @@
 A frozen weight is E4M3 codes with one float32 scale per 128x128 (QUANT), 1 byte per parameter: the
 format of DeepSeek-V3's checkpoints (arXiv:2412.19437 §3.3; weight = code * weight_scale_inv) and of
 both weight operands of the block recipes. A tile is square, so that the forward product and the
-data gradient multiply the same codes. For inference a weight is in the format of its recipe.
+data gradient multiply the same codes. Codes may be those of a weight rotated along what the forward
+product contracts, in which its activations are rotated too; the data gradient is then rotated back
+(HALO, arXiv:2501.02625). For inference a weight is in the format of its recipe.
 """
 
 import dataclasses
@@ -14,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.formats import E4M3
-from fp8jax.quantization import quantize, scaled_matrix
-from fp8jax.recipe.quant import WHOLE, Quant
+from fp8jax.quantization import hadamard, quantize, scaled_matrix
+from fp8jax.recipe.quant import WHOLE, Hadamard, Quant, Scale
 
 TILE = 128
 QUANT = Quant(E4M3, (TILE, TILE))
@@ -24,7 +26,7 @@ QUANT = Quant(E4M3, (TILE, TILE))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoredMatrix:
-  """value = data * scale of the element's tile.
+  """value = data * scale of the element's tile, rotated where `quant` rotates.
 
   Attributes:
     data: the weight's shape, in the format's dtype; or, for inference, the matrix [produced,
@@ -53,7 +55,7 @@ class StoredMatrix:
     return len(self.scale.shape) - 2
 
   def matrix(self, *, is_turned: bool = False) -> scaled_matrix.ScaledMatrix:
-    """[produced, contracted] of one layer, or turned [contracted, produced]."""
+    """[produced, contracted] of one layer, or turned [contracted, produced]; rotated as stored."""
     if self.weight_shape is not None:
       values = self.data if self.has_values else None
       matrix = scaled_matrix.ScaledMatrix(self.data, self.scale, self.quant.tile, values)
@@ -63,46 +65,65 @@ class StoredMatrix:
     return turned if is_turned else turned.T
 
   def unpack(self):
-    """float32 of the weight's shape; not of a matrix, which does not know the order of its axes."""
+    """float32 of the weight's shape, rotated back; not of a matrix: it has no order of its axes."""
     if self.weight_shape is not None:
       raise TypeError("a weight quantized for inference is multiplied as it is; keep the other")
 
     def one(data, scale):
-      return StoredMatrix(data, scale, self.inputs, self.quant).matrix(is_turned=True).dequantize()
+      turned = StoredMatrix(data, scale, self.inputs, self.quant).matrix(is_turned=True)
+      values, rotation = turned.dequantize(), self.quant.rotation
+      return hadamard.rotate(values, rotation, 0, inverse=True) if rotation else values
 
     run = jax.vmap(one) if self.lead else one
     return run(self.data, self.scale).reshape(self.shape)
 
   def amax(self):
-    """float32 [1]: an upper bound of the largest magnitude, exact where a tile's amax is 448."""
+    """float32 [1]: an upper bound of the largest magnitude of what is stored, rotated or not; exact
+    where a tile's amax is the format's largest number."""
     if self.has_values:
       return jnp.max(jnp.abs(self.data))[None]
     return jnp.max(self.scale)[None] * jnp.float32(self.quant.format.max)
 
 
-def pack(x, inputs: int, lead: int = 0) -> StoredMatrix:
-  """A weight in codes, quantized as the block recipes quantize it.
+def pack(x, inputs: int, lead: int = 0, quant: Quant = QUANT) -> StoredMatrix:
+  """A weight in codes, quantized as the forward product of a recipe quantizes it.
 
   Args:
     x: any float dtype.
     inputs, lead: see StoredMatrix.
+    quant: of current scales, rounded to the nearest.
+
+  Raises:
+    ValueError: blocks of a rotation do not divide what the forward product contracts.
   """
 
   def one(w):
     rows = math.prod(w.shape[:inputs])
-    made = quantize.quantize(w.reshape(rows, -1), QUANT)
+    made = quantize.quantize(w.reshape(rows, -1), quant, contraction=0).T
     return made.data.reshape(w.shape), made.scale
 
   data, scale = jax.lax.map(one, x) if lead else one(x)
-  return StoredMatrix(data, scale, inputs)
+  return StoredMatrix(data, scale, inputs, quant)
 
 
-def is_compatible(quant: Quant | None, stored: Quant = QUANT) -> bool:
+def is_compatible(
+  quant: Quant | None, stored: Quant = QUANT, rows: Hadamard | None = None, *,
+  is_turned: bool = False,
+) -> bool:  # fmt: skip
   """Whether a GEMM's weight operand may be what was stored: alike but for the rounding of scales
-  and data, or in the compute dtype, to which it is dequantized."""
-  return quant is None or all(
-    getattr(quant, name) == getattr(stored, name) for name in ("format", "tile", "transform")
-  )
+  and data, or in the compute dtype, to which it is dequantized. One without scales has no others.
+
+  Args:
+    rows: how the GEMM rotates the rows of this operand.
+    is_turned: whether these rows, and not the contraction, are what the forward GEMM contracts:
+      the axis along which `stored` is rotated.
+  """
+  if quant is None:
+    return True
+  along, across = (rows, quant.transform) if is_turned else (quant.transform, rows)
+  has_scale = [q.scale is not Scale.ONE for q in (quant, stored)]
+  is_alike = (quant.format, quant.tile, has_scale[0]) == (stored.format, stored.tile, has_scale[1])
+  return is_alike and along == stored.transform and across is None
 
 
 def specs(x: StoredMatrix, spec: PartitionSpec) -> StoredMatrix:

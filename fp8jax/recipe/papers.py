@@ -180,16 +180,18 @@ _UNIT = (
 # --- HALO (arXiv:2501.02625) ---------------------------------------------------------------------
 # One scale per tensor. Level 0 rotates nothing, 1 the features of the forward product, 2 also the
 # tokens of the data gradient. The paper rotates whole axes (here blocks of 64: 576 and 1536 are
-# multiples) and draws no signs. FP8 products accumulate FAST.
+# multiples) and draws no signs. FP8 products accumulate FAST. "_hq": the data gradient multiplies
+# the forward product's codes and is rotated back along the features, as under the paper's HQ-FSDP
+# and PEFT, so that one copy of a weight in codes is enough (model.lora.base).
 _H64 = Hadamard(64, "none")
 
 
-def _halo(name: str, format: Format, level: int) -> Recipe:
+def _halo(name: str, format: Format, level: int, is_one: bool = False) -> Recipe:
   plain, how = Quant(format), Accumulation.FAST if format is E4M3 else _PRECISE
   rotated = dataclasses.replace(plain, transform=_H64 if level else None)
-  left = (_H64 if level == 2 else None, None)
+  rows = (_H64 if level == 2 else None, _H64 if is_one else None)
   return Recipe(
-    name, Gemm(rotated, rotated, how), Gemm(plain, plain, how, left), Gemm(plain, plain, how)
+    name, Gemm(rotated, rotated, how), Gemm(plain, plain, how, rows), Gemm(plain, plain, how)
   )
 
 
@@ -199,6 +201,8 @@ _HALO = (
   _halo("halo_int8_2", INT8, 2),
   _halo("halo_fp6_1", E3M2, 1),
   _halo("halo_fp4_2", E2M1, 2),
+  _halo("halo_int8_2_hq", INT8, 2, is_one=True),
+  _halo("halo_fp6_1_hq", E3M2, 1, is_one=True),
 )
 
 # --- trillion-token training (arXiv:2409.12517) --------------------------------------------------

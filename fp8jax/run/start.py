@@ -16,6 +16,7 @@ from fp8jax.kernels.gemm import tile_config
 from fp8jax.models import transformer
 from fp8jax.ops import collectives, site_tree
 from fp8jax.ops import site as site_lib
+from fp8jax.optim import storage
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES
 from fp8jax.run import provenance as provenance_lib
@@ -99,7 +100,8 @@ def _optimizer(spec: TrainSpec) -> str:
   frozen = sum(counts[k] for k, p in declared.items() if not p.trainable)
   adapters, lora = "no adapters", spec.model.lora
   if lora is not None:
-    stored = {"block_fp8": "E4M3 codes per 128x128", "bf16": "BF16"}.get(lora.base, lora.base)
+    stored = {"block_fp8": "E4M3 codes per 128x128", "bf16": "BF16", "float32": "float32"}
+    stored = stored.get(lora.base) or f"codes of {storage.FROZEN[lora.base]}"
     at = ", ".join(lora.targets)
     adapters = f"linear layers as {stored}, adapters of rank {lora.rank} at {at}"
   return (

@@ -1,6 +1,7 @@
 """FP8 in Hugging Face folders: the codes of training written, both formats read, refusals."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -26,7 +27,8 @@ from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.schemes import COMPRESSED, FINE_GRAINED
 from fp8jax.ops import gemm_spec, linear, site, site_tree, stored_params
 from fp8jax.ops.site import ScalingInputs
-from fp8jax.quantization import amax_history, bf16_remainder
+from fp8jax.quantization import amax_history, bf16_remainder, stored_matrix
+from fp8jax.recipe.quant import Hadamard
 
 TINY = ModelConfig(
   architecture="llama", vocab_size=128, hidden_size=128, intermediate_size=256, num_layers=2,
@@ -286,6 +288,24 @@ def test_the_frozen_base_of_adapters_keeps_codes_and_scales(tmp_path):
   before, after = _raw(tmp_path / "a"), _raw(tmp_path / "b")
   for name in [n for n in before if "_proj" in n and "q_proj" not in n]:
     np.testing.assert_array_equal(before[name][1], after[name][1], err_msg=name)
+
+
+def test_codes_of_rotated_weights_are_no_codes_of_a_folder():
+  """A server would multiply them by what nobody rotated; requantized, they are those of the
+  weight."""
+  rotated = dataclasses.replace(stored_matrix.QUANT, transform=Hadamard(64, "none"))
+  pack = functools.partial(stored_matrix.pack, inputs=1, lead=1, quant=rotated)
+  down = jax.ShapeDtypeStruct((2, 256, 128), np.float32)
+  tree = {"layers/mlp/down": jax.eval_shape(pack, down)}
+  entries = names.entries(TINY)
+  stored = fp8_export.of_stacks(tree, entries)
+  wide = site_tree.recipes_of(_sites("bf16"))
+  with pytest.raises(
+    UserError, match="weights as e4m3 128x128 .* unsigned.* Set export.format='hf-bf16'"
+  ):
+    fp8_export.choose(entries, TINY.dims, wide, BLOCKS, stored=stored)
+  plan = fp8_export.choose(entries, TINY.dims, wide, BLOCKS, stored=stored, requantize=True)
+  assert [m.stored or m.is_trained for m in plan.matrices.values()] == [False] * 2
 
 
 def test_export_keeps_partial_tiles_and_their_partners_wide():

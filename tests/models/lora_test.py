@@ -57,9 +57,16 @@ def _logits(spec, params):
   )
 
 
+# Recipe and storage of a base in codes: tiles of 128x128, HALO's of rotated weights.
+IN_CODES = pytest.mark.parametrize(
+  "recipe, base", [("block_128", "block_fp8"), ("halo_int8_2_hq", "int8_h64")]
+)
+
+
 @pytest.mark.slow
-def test_step_0_is_the_base_to_the_bit():
-  plain, spec = _spec(), _spec(**RANK)
+@IN_CODES
+def test_step_0_is_the_base_to_the_bit(recipe, base):
+  plain, spec = _spec(recipe), _spec(recipe, **RANK, **{"model.lora.base": base})
   want = _logits(plain, train_step.make_state(plain, _weights(plain)).params)
   params = train_step.make_state(spec, _weights(spec)).params
   np.testing.assert_array_equal(_logits(spec, params), want)
@@ -96,8 +103,11 @@ def assert_close(got, want):
 
 
 @pytest.mark.slow
-def test_frozen_parameters_have_no_state_and_never_move_and_a_resumed_run_is_bitwise(tmp_path):
-  spec = _spec(**RANK)
+@IN_CODES
+def test_frozen_parameters_have_no_state_and_never_move_and_a_resumed_run_is_bitwise(
+  tmp_path, recipe, base
+):
+  spec = _spec(recipe, **RANK, **{"model.lora.base": base})
   runner, host = harness.Runner(spec), [_host()] * 4
   state = train_step.make_state(spec, _weights(spec))
   declared = params_lib.flatten(spec.declaration)
@@ -108,9 +118,11 @@ def test_frozen_parameters_have_no_state_and_never_move_and_a_resumed_run_is_bit
     assert p.trainable == is_moved and bool(jax.tree.leaves(opt)) == is_moved
     stored = before[path]
     if path.startswith("layers/") and p.inputs and not is_moved:
-      assert isinstance(stored, StoredMatrix) and stored.data.dtype == ml_dtypes.float8_e4m3fn
+      dtype = np.int8 if base == "int8_h64" else ml_dtypes.float8_e4m3fn
+      assert isinstance(stored, StoredMatrix) and stored.data.dtype == dtype
       shape = params_lib.shape(p, spec.model.dims)
       assert stored.data.nbytes == math.prod(shape)
+      assert base != "int8_h64" or stored.scale.nbytes == 4 * shape[0]  # one per layer
   _, whole = runner.run(host, jax.tree.map(jnp.copy, state))
   _, half = runner.run(host[:2], state)
   saved = checkpoint.Checkpoints(str(tmp_path))
@@ -244,13 +256,16 @@ def test_a_stage_keeps_the_codes_of_its_base_and_begins_adapters_where_there_are
 
 
 @pytest.mark.slow
-def test_merged_weights_are_the_adapted_model():
-  spec, plain = _spec("bf16", **RANK, **{"model.lora.base": "bf16"}), _spec("bf16")
+@pytest.mark.parametrize("base", ["bf16", "e3m2_h64"])
+def test_merged_weights_are_the_adapted_model(base):
+  spec, plain = _spec("bf16", **RANK, **{"model.lora.base": base}), _spec("bf16")
   params = harness.random_adapters(train_step.make_state(spec, _weights(spec)).params)
   merged = lora.merged(params, spec.declaration, spec.model)
   assert_close(_logits(spec, params), np.asarray(_logits(plain, merged)))
   q, a, b = (np.asarray(stored_params.compute_copy(params["layers"]["attn"][n]), np.float64)
              for n in ("q", "q_lora_a", "q_lora_b"))  # fmt: skip
+  exact = np.asarray(_weights(spec)["layers"]["attn"]["q"], np.float64)
+  assert np.linalg.norm(q - exact) <= (0.08 if base != "bf16" else 0) * np.linalg.norm(exact)
   want = q + 4.0 * np.einsum("ndr,nrhk->ndhk", a, b)
   np.testing.assert_allclose(merged["layers"]["attn"]["q"], want, atol=1e-6 * np.abs(want).max())
 
@@ -261,7 +276,7 @@ def test_merged_weights_are_the_adapted_model():
   ({"model.lora.targets": ("(",)}, "'(' is no regular expression"),
   ({"model.lora.targets": (5,)}, "model.lora.targets: 5 is no regular expression"),
   ({"model.lora.rank": 10**9}, "model.lora.rank=1000000000 must be at most model.hidden_size=128"),
-  ({"model.lora.base": "int4"}, "model.lora.base='int4' is not one of block_fp8, bf16"),
+  ({"model.lora.base": "int4"}, "model.lora.base='int4' is not one of block_fp8, e4m3"),
   ({"optim.in_backward": True}, "optim.in_backward=True with model.lora.rank=4"),
   ({"precision.smooth_swiglu": "token"}, "precision.smooth_swiglu='token' with model.lora.rank=4"),
   ({"precision.rules": ((".*", "tensor_current"),)}, "has recipe 'tensor_current' and model.lora"),
@@ -269,6 +284,30 @@ def test_merged_weights_are_the_adapted_model():
 def test_settings_that_exclude_adapters_are_refused(changes, words):
   with pytest.raises(resolve.ConfigError) as e:
     _spec(**{**RANK, **changes})
+  assert words in str(e.value)
+
+
+@pytest.mark.parametrize("recipe, changes, shape, words", [
+  ("block_128", {}, None,
+   "attn/q has recipe 'block_128' and model.lora.base='int8_h64' keeps its weight in codes of "
+   "int8 *x* f32 hadamard64 unsigned: give it recipe 'halo_int8_2_hq' or 'bf16', or set "
+   "model.lora.base='block_fp8' or 'bf16'"),
+  ("halo_int8_2", {}, None, "'halo_int8_2_hq' or 'bf16', or set model.lora.base='bf16'"),
+  ("bf16", {"model.intermediate_size": 96}, None,
+   "mlp/down: model.lora.base='int8_h64' rotates blocks of 64, and the product contracts 96"),
+  ("bf16", {"global_batch": 4, "eval.batch": 4}, (1, 4, 1),
+   "on this mesh would split tiles of int8 *x* f32 hadamard64 unsigned over devices"),
+  ("halo_int8_2_hq", {"global_batch": 2, "eval.batch": 2}, (1, 2, 1), ""),
+])  # fmt: skip
+def test_a_rotated_base_has_its_recipes_whole_blocks_and_whole_shards(
+  recipe, changes, shape, words
+):
+  c = tiny_config(recipe, **SMALL | RANK | {"model.lora.base": "int8_h64"} | changes)
+  if not words:
+    tiny_spec(c, shape)
+    return
+  with pytest.raises(resolve.ConfigError) as e:
+    tiny_spec(c, shape)
   assert words in str(e.value)
 
 
