@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import harness
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -43,7 +44,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def _weights(cfg=TINY):
-  return params.init(jax.random.key(1), transformer.params(cfg), cfg.dims)
+  return harness.init_params(cfg, 1)
 
 
 def _sites(recipe, cfg=TINY):
