@@ -231,6 +231,7 @@ def test_dot_general_agrees_with_numpy_by_letters(rng, lhs, rhs, numbers, recipe
 
   as_, bs, ys = _letters(a.ndim, b.ndim, numbers)
   exact = np.einsum(f"{as_},{bs}->{ys}", a.astype(np.float64), b.astype(np.float64))
+  assert exact.shape == jax.eval_shape(lambda *ab: jax.lax.dot_general(*ab, numbers), a, b).shape
   g = lattice(rng, *exact.shape)
   for axis in range(g.ndim):
     index = [slice(None)] * g.ndim
