@@ -71,7 +71,8 @@ def make_state(spec: train_spec.TrainSpec, params=None) -> State:
     scales = loss_scale.init(spec.loss_scale), _initial_grad_autoscale(spec)
     return State(step, params, opt, {}, *scales, skipped, halted)
 
-  shardings = None
+  # Committed to its device, like a restored state: both then run the same compiled programs.
+  shardings = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   if spec.run.layout.mesh is not None:
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
   both = None

@@ -133,7 +133,8 @@ def test_every_recipe_is_compiled_for_h200_too(remat):
 GROUPS = "e4m3_16"
 # (policy, what waits in a narrow copy, sites of a layer whose forward product is repeated).
 REPEATED = [
-  ("none", {}, ""),
+  # Slow: the default, whose rows the tests below count.
+  pytest.param("none", {}, "", marks=pytest.mark.slow),
   ("linears", {}, "attn/o"),
   ("operands", {}, "attn/o"),
   ("full", {}, "attn/k attn/o attn/q attn/v mlp/gate mlp/up"),
@@ -185,7 +186,8 @@ def test_products_on_a_mesh_have_the_sizes_of_one_device():
 # --- a site that is not FP8 ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("product", ["fwd", "dgrad", "wgrad"])
+# Slow: of the two products that nothing repeats, wgrad is the one here.
+@pytest.mark.parametrize("product", ["fwd", pytest.param("dgrad", marks=pytest.mark.slow), "wgrad"])
 def test_a_site_that_multiplies_wide_is_named(product, monkeypatch):
   spec = harness.debug_plan("block_128", memory__remat_policy="full")
   with pytest.raises(fp8_gemms.NotFp8) as e:

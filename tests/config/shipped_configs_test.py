@@ -240,7 +240,11 @@ def _is_new_program(spec) -> bool:
 # Slow: arms that differ from another case in one value alone, and an arm per recipe; the suites of
 # the dot and of the proof have every recipe.
 _LIKE_ANOTHER = ("configs/cpt_1p5b_1gpu.py", "configs/cpt_7b_1gpu.py", "configs/sft_1p5b.py")
-_LIKE_OTHERS = ("stage2", "stage2,bf16")
+_LIKE_OTHERS = (
+  "stage2", "stage2,bf16", "paired-bf16", "paired-block_128_pow2", "scratch-bf16",
+  "scratch-block_128_pow2", "qat-nvfp4a16", "qat-fp8_dynamic", "qat-int8", "qat-w4a16_g64",
+  "tensor_current",
+)  # fmt: skip
 _BUILT = [
   pytest.param(
     name,
@@ -250,6 +254,13 @@ _BUILT = [
   )
   for name, arm in CASES
 ]
+
+
+@pytest.mark.parametrize("name, arm", [case for case in CASES if case[1] in _LIKE_OTHERS])
+def test_an_arm_that_is_built_in_slow_tests_resolves(name, arm, checkout, monkeypatch):
+  monkeypatch.chdir(checkout)
+  spec = _resolve(name, arm)
+  assert spec.flat == identity.flatten(_config(name, arm)) | spec.flat and spec.sites()["layers"]
 
 
 @pytest.mark.parametrize("name, arm", _BUILT)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 
+import harness
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -45,7 +46,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def _weights(cfg=TINY):
-  return params.init(jax.random.key(1), transformer.params(cfg), cfg.dims)
+  return harness.init_params(cfg, 1)
 
 
 def _sites(recipe, cfg=TINY):

@@ -31,6 +31,7 @@ from fp8jax.run import calibration, checkpoint
 
 XLA_FLAGS = "--xla_force_host_platform_device_count=1"  # of the fixture launch
 PRECISIONS = {"block_128", "bf16"}
+LAUNCHED = {"precision.verify_fp8_gemms": True}  # of the run that launch.py makes
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_a_finished_run_is_left_in_its_last_evaluation_and_completed(
   workdir = tmp_path / "again"
   shutil.copytree(trained.workdir, workdir)
   before = [debug_runs.read_json(workdir / f"{name}.json") for name in ("summary", "provenance")]
-  code, stdout, _ = run_job("train", debug_runs.config(), workdir)
+  code, stdout, _ = run_job("train", debug_runs.config(**LAUNCHED), workdir)
   assert code == 0 and stdout == f"{workdir} is finished: step {debug_runs.STEPS}\n"
   assert debug_runs.read_json(workdir / "provenance.json") == before[1]
   (workdir / "summary.json").unlink()
@@ -153,14 +154,14 @@ def test_a_finished_run_is_left_in_its_last_evaluation_and_completed(
     patch.setattr(loader, "heldout_batches", heldout)
     default = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the run does not listen"))
     try:
-      code, stdout, _ = run_job("train", debug_runs.config(), workdir)
+      code, stdout, _ = run_job("train", debug_runs.config(**LAUNCHED), workdir)
     finally:
       signal.signal(signal.SIGTERM, default)
   assert code == 75 and stdout.splitlines()[-1].startswith(
     f"interrupted: saved step {debug_runs.STEPS};"
   )
   assert not (workdir / "summary.json").exists()
-  c = debug_runs.config(**{"log.every": 1})
+  c = debug_runs.config(**LAUNCHED, **{"log.every": 1})
   code, stdout, _ = run_job("train", c, workdir)
   times = {"seconds": None, "goodput": None}  # of all processes
   assert code == 0
@@ -181,11 +182,12 @@ def test_a_finished_run_is_left_in_its_last_evaluation_and_completed(
 # --- evaluate and export -------------------------------------------------------------------------
 
 
-def test_evaluate_prints_json_alone_and_repeats_the_runs_numbers(launch, trained):
-  done = launch(trained.workdir, "--config=configs/debug.py", "--job=evaluate", *debug_runs.FLAGS)
-  result = json.loads(done.stdout)
+def test_evaluate_prints_json_alone_and_repeats_the_runs_numbers(run_job, trained):
+  code, stdout, stderr = run_job("evaluate", debug_runs.config(), trained.workdir)
+  assert code == 0, stderr
+  result = json.loads(stdout)
   assert (result["workdir"], result["step"]) == (str(trained.workdir), debug_runs.STEPS)
-  assert result["device"] == "CPU: FP8 is emulated, exact and slow"
+  assert "CPU: FP8 is emulated, exact and slow" in result["device"]
   summary = debug_runs.read_json(trained.workdir / "summary.json")
   assert result["heldout"] == summary["evaluations"][str(debug_runs.STEPS)]
   assert result["heldout"]["main"].keys() == PRECISIONS
@@ -339,7 +341,7 @@ def test_a_missing_step_is_answered_with_those_there_are(trained, run_job):
   assert (code, stderr) == (1, "error: no checkpoint of step 3; there are [4]\n")
 
 
-def test_launcher_reports_errors_without_a_traceback(launch, tmp_path):
-  done = launch(tmp_path / "x", "--config=configs/debug.py", "--job=diagnose", code=1)
-  assert done.stdout == "" and done.stderr.startswith("error: ")
-  assert f"no run in {tmp_path / 'x'} stopped at a non-finite value" in done.stderr
+def test_a_job_reports_errors_without_a_traceback(run_job, tmp_path):
+  code, stdout, stderr = run_job("diagnose", debug_runs.config(), tmp_path / "x")
+  assert (code, stdout) == (1, "") and stderr.startswith("error: ") and "Traceback" not in stderr
+  assert f"no run in {tmp_path / 'x'} stopped at a non-finite value" in stderr

@@ -9,13 +9,13 @@ import types
 from unittest import mock
 
 import debug_runs
+import harness
 import jax
 import numpy as np
 import pytest
 
-from fp8jax import params as params_lib
 from fp8jax.export import write
-from fp8jax.models import presets, transformer
+from fp8jax.models import presets
 from fp8jax.models.hf import weights as hf_weights
 
 BAD_STEP = 3
@@ -39,14 +39,15 @@ def poisoned(tmp_path_factory):
   }  # fmt: skip
   sizes = dict(tie_embeddings=False, hidden_size=128, intermediate_size=128)
   cfg = dataclasses.replace(presets.DEBUG, **sizes)
-  weights = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
+  weights = jax.device_get(harness.init_params(cfg))
   write.save(str(folder / "hf"), write.model(weights, cfg, "float32"))
   seen = [
     set(batch["tokens_BL"].ravel()) for batch in debug_runs.take(debug_runs.config(**changes), 5)
   ]
   letters = seen[BAD_STEP - 1] & set(string.ascii_letters.encode())
   letter = min(letters.difference(*(s for i, s in enumerate(seen) if i != BAD_STEP - 1)))
-  weights["embed"] = weights["embed"].at[letter].set(np.nan)
+  weights["embed"] = weights["embed"].copy()  # what JAX gives is read-only
+  weights["embed"][letter] = np.nan
   write.save(str(folder / "hf"), write.model(weights, cfg, "float32"))
   batch = debug_runs.take(debug_runs.config(**changes), BAD_STEP)[-1]
   assert letter in batch["tokens_BL"]

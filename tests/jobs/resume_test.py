@@ -17,7 +17,7 @@ from fp8jax.run import checkpoint
 
 CHANGES = {
   "steps": 12, "checkpoint.every": 3, "optim.decay_steps": 3, "optim.warmup_steps": 3,
-  "eval.tokens": 256, "log.every": 10, "log.tensorboard": False,
+  "eval.tokens": 256, "eval.precisions": ("recipe",), "log.every": 10, "log.tensorboard": False,
 }  # fmt: skip
 
 
@@ -29,7 +29,8 @@ TWO_SITES = ((".*/mlp/gate", "tensor_delayed"), (".*/mlp/down", "block_128"), ("
 
 def _launch(root: pathlib.Path, workdir, **changes) -> subprocess.Popen:
   """The launcher in a process of its own, with the devices of this one, whose programs it reads."""
-  flags = [f"--config.{k}={v}" for k, v in (debug_runs.CHANGES | changes).items()]
+  changes = debug_runs.CHANGES | debug_runs.QUICK | changes
+  flags = [f"--config.{k}={v}" for k, v in changes.items()]
   env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
   return subprocess.Popen(
     [sys.executable, "launch.py", "--config=configs/debug.py", f"--workdir={workdir}", *flags],

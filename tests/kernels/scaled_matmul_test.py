@@ -93,7 +93,7 @@ TILES = [(WHOLE, WHOLE), (1, WHOLE), (1, 32), (16, 16), (128, 128)]
 @pytest.mark.parametrize(
   "format",
   [
-    pytest.param(f, id=str(f), marks=[pytest.mark.slow] * (f in (E5M2, E3M4)))
+    pytest.param(f, id=str(f), marks=[pytest.mark.slow] * (f in (E5M2, E3M4, INT8)))
     for f in (E4M3, E5M2, E3M4, E2M1, INT8)
   ],
 )

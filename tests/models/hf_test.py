@@ -6,6 +6,7 @@ import pathlib
 import re
 import shutil
 
+import harness
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -376,9 +377,7 @@ def test_export_refuses_a_file_as_its_folder(tmp_path):
 def test_check_export_evaluates_a_folder(tmp_path):
   """Weights of zero give every token of the vocabulary the same probability."""
   cfg = dataclasses.replace(presets.DEBUG, vocab_size=640, max_positions=256)
-  weights = jax.tree.map(
-    jnp.zeros_like, params.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
-  )
+  weights = jax.tree.map(np.zeros_like, harness.init_params(cfg))
   write.save(str(tmp_path), write.model(weights, cfg, "float32"))
   vocabulary = tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, "a")
   tokenizers.Tokenizer(vocabulary).save(str(tmp_path / "tokenizer.json"))

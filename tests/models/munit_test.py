@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
 
@@ -30,7 +29,7 @@ def test_every_tensor_of_the_forward_pass_has_unit_variance_at_the_start(rng):
   fan_in^-1. Gradients of weights are compared through the factor."""
   spec = _spec()
   cfg, run = spec.model, spec.run
-  params = params_lib.init(jax.random.key(1), transformer.params(cfg), cfg.dims)
+  params = harness.init_params(cfg, 1)
   x = rng.standard_normal((4, 64, cfg.hidden_size)).astype(np.float32)
   p = jax.tree.map(lambda t: t[0], params["layers"])
   recipe = "munit_scaling_wide"

@@ -5,13 +5,13 @@ A tap's cotangent is what its site saw: two products behind one tap would add up
 
 import dataclasses
 
+import harness
 import jax
 import jax.numpy as jnp
 import pytest
 import variants
 from jax.extend import core
 
-from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.ops import dots, site_tree
@@ -72,7 +72,7 @@ def test_every_tap_of_a_model_reaches_one_custom_vjp(recipe, remat, smooth):
   def loss(sites, params, batch):
     return transformer.loss(params, sites, batch, MODEL, run)
 
-  params = params_lib.init(jax.random.key(0), transformer.params(MODEL), MODEL.dims)
+  params = harness.init_params(MODEL)
   ids = jnp.zeros(BATCH, jnp.int32)
   names = ("tokens_BL", "targets_BL", "positions_BL", "segments_BL")
   batch = dict.fromkeys(names, ids) | {"weights_BL": jnp.ones(BATCH)}

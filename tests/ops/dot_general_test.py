@@ -52,8 +52,18 @@ def _compare(ours, theirs, x, w, g, site):
   return np.asarray(seen.tap)
 
 
-@pytest.mark.parametrize("recipe", ["block_128", "tensor_delayed"])
-@pytest.mark.parametrize("transform", [lambda f: f, jax.checkpoint], ids=["jit", "remat"])
+def _by_turns(transforms: dict):
+  """Each recipe and each transform once; the other pairs are slow."""
+  return [
+    pytest.param(recipe, transform, id=f"{name}-{recipe}", marks=[pytest.mark.slow] * (i != j))
+    for i, (name, transform) in enumerate(transforms.items())
+    for j, recipe in enumerate(("tensor_delayed", "block_128"))
+  ]
+
+
+@pytest.mark.parametrize(
+  "recipe, transform", _by_turns({"jit": lambda f: f, "remat": jax.checkpoint})
+)
 def test_dot_general_with_batch_dimensions(rng, recipe, transform):
   x, w, g = (lattice(rng, 2, 16, 16) for _ in range(3))
   x, g = 2 * x, g / 2  # powers of two keep a lattice one
@@ -69,8 +79,7 @@ def _scan(product):
   return lambda *operands: jax.lax.scan(lambda _, each: (None, product(*each)), None, operands)[1]
 
 
-@pytest.mark.parametrize("recipe", ["block_128", "tensor_delayed"])
-@pytest.mark.parametrize("over", [_scan, jax.vmap], ids=["scan", "vmap"])
+@pytest.mark.parametrize("recipe, over", _by_turns({"scan": _scan, "vmap": jax.vmap}))
 def test_stacked_sites_see_their_own_element(rng, recipe, over):
   """One site per element, as for the layers of a model: exact, and nothing is added up."""
   factors = 2.0 ** np.arange(3, dtype=np.float32)
@@ -150,7 +159,12 @@ SPLITS = {
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(
-  "recipe, check_vma", [("block_128", True), ("tensor_delayed", True), ("tensor_delayed", False)]
+  "recipe, check_vma",
+  [
+    ("block_128", True),
+    pytest.param("tensor_delayed", True, marks=pytest.mark.slow),
+    ("tensor_delayed", False),
+  ],
 )
 def test_dot_general_inside_shard_map(rng, recipe, split, check_vma):
   """Each device multiplies what it holds, with a tap of its own; partial sums are the caller's."""

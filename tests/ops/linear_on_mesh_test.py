@@ -156,11 +156,15 @@ def _quantize_matrix(x, quants, amax=None, over=(), watched=False):
   return made, tensor_stats.amax(x) if watched else None
 
 
-@pytest.mark.parametrize("recipe", ["block_128", "block_128 saved"])
+# Each equation once and each form of the residual once; the other pairs are slow.
+@pytest.mark.parametrize("eqn, recipe", [
+  pytest.param(eqn, recipe, marks=[pytest.mark.slow] * (i != j))
+  for i, (eqn, _) in enumerate(EQUATIONS[:2])
+  for j, recipe in enumerate(("block_128", "block_128 saved"))
+])  # fmt: skip
 @pytest.mark.parametrize(
   "shape", [(2, 2, 2), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str
 )
-@pytest.mark.parametrize("eqn", [e for e, _ in EQUATIONS[:2]])
 def test_operands_of_hopper_kernels_lie_right_on_a_mesh(rng, monkeypatch, eqn, shape, recipe):
   """What surrounds the kernels: the same layouts, operands made ahead, plain JAX in their place."""
   shards = []

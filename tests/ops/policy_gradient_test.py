@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig
 from fp8jax.ops import cross_entropy, policy_gradient, site_tree
@@ -114,7 +113,7 @@ CFG = dataclasses.replace(
 @pytest.mark.parametrize("is_invariant", [False, True])
 def test_the_models_loss_and_gradient_are_those_of_the_objective(is_invariant):
   """The oracle differentiates the whole objective by JAX, through log-softmax of all logits."""
-  params = params_lib.init(jax.random.key(0), transformer.params(CFG), CFG.dims)
+  params = harness.init_params(CFG)
   run = ComputeConfig(loss_chunk=4, remat="full", is_invariant=is_invariant)
   sites = site_tree.build_sites(transformer.site_params(CFG), CFG.dims, ((".*", "bf16"),))
   rng, shape = np.random.default_rng(1), (3, 10)

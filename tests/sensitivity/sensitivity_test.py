@@ -81,7 +81,14 @@ def _losses(logits, batch):
   return log_p, -picked * np.asarray(batch["weights_BL"])
 
 
-@pytest.mark.parametrize("name", ["layers/0/attn/q", "layers/1/mlp/up", "layers/2/mlp/down"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "layers/0/attn/q",
+    pytest.param("layers/1/mlp/up", marks=pytest.mark.slow),  # a program more
+    "layers/2/mlp/down",
+  ],
+)
 def test_measured_site_is_the_model_with_that_site_in_its_recipe(study, name):
   found = study.measure(f"only {name}", {name: ON}, CHOOSE)
   base, batch = _logits(((".*", "bf16"),))

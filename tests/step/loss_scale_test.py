@@ -185,10 +185,11 @@ def test_a_calibration_that_stays_non_finite_leaves_the_loss_scale(where):
 
 
 def test_a_resumed_run_goes_on_with_its_loss_scale(tmp_path, monkeypatch):
-  spec = _scaled(harness.one_layer_spec(**DYNAMIC, **{"eval.tokens": 0}), growth_interval=1)
+  """And with the steps since it grew, of which it stops after one."""
+  spec = _growing()
   with monkeypatch.context() as m:
     m.setattr(preemption.Interrupts, "requested", lambda _, step: step >= 3)
     train.run(spec, str(tmp_path))
   train.run(spec, str(tmp_path))
   scales = [row["loss_scale"] for row in debug_runs.rows(tmp_path) if "loss_scale" in row]
-  assert scales == [256.0 * 2**step for step in range(6)]
+  assert scales == [256, 256, 512, 512, 1024, 1024]

@@ -127,7 +127,7 @@ def test_seeds_share_one_program_and_draw_their_own(rng):
 @pytest.mark.parametrize("devices", [0, 1, 4])
 def test_the_key_is_no_transfer_that_nobody_asked_for(devices):
   """In the loop of training a NumPy key would be one, where the program draws from it. What is
-  committed to no device (0), as a state that was just made, stays so: one program for all steps."""
+  committed to no device (0) stays so: one program for all steps."""
   is_committed, devices = devices > 0, max(devices, 1)
   mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
   there = NamedSharding(mesh, PartitionSpec())

@@ -72,24 +72,47 @@ def test_accumulation_equals_the_whole_batch():
     np.testing.assert_allclose(losses, want, rtol=1e-6)
 
 
-def test_checkpoint_restores_onto_another_mesh(tmp_path):
-  first = harness.tiny_runner("bf16", (2, 2, 2))
-  _, state = first.run(harness.host_batches()[:2])
+def _one_layer_on(shape):
+  """One layer on a mesh (data, fsdp, tensor)."""
+  mesh = dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), shape))
+  heads = {"model.num_heads": 4, "model.num_kv_heads": 4}
+  return harness.one_layer_spec(devices=int(np.prod(shape)), **mesh, **heads)
+
+
+def test_checkpoint_restores_onto_another_mesh(rng, tmp_path):
+  first = harness.Runner(_one_layer_on((2, 2, 2)))
+  hosts = [harness.weighted_batch(rng) for _ in range(4)]
+  _, state = first.run(hosts[:2])
   saved = checkpoint.Checkpoints(str(tmp_path))
-  iterator = loader.train_batches(first.spec.data, 8)
+  iterator = loader.train_batches(first.spec.data, harness.ONE_LAYER_BATCH)
   saved.save(2, state, iterator, {})
   saved.wait()
-  want, _ = first.run(harness.host_batches()[2:4], state)
-  for shape in ((1, 2, 4),):
-    second = harness.tiny_runner("bf16", shape)
-    abstract = train_step.abstract_state(second.spec)
-    restored = saved.restore(2, abstract)
-    for got, exact in zip(jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True):
-      assert got.sharding.is_equivalent_to(exact.sharding, got.ndim)
-    losses, _ = second.run(harness.host_batches()[2:4], restored)
-    np.testing.assert_allclose(losses, want, rtol=tolerances.MESH_LOSS)
+  want, _ = first.run(hosts[2:], state)
+  second = harness.Runner(_one_layer_on((1, 2, 4)))
+  abstract = train_step.abstract_state(second.spec)
+  restored = saved.restore(2, abstract)
+  for got, exact in zip(jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True):
+    assert got.sharding.is_equivalent_to(exact.sharding, got.ndim)
+  losses, _ = second.run(hosts[2:], restored)
+  np.testing.assert_allclose(losses, want, rtol=tolerances.MESH_LOSS)
   saved.close()
   iterator.close()
+
+
+def test_a_restored_state_takes_the_program_of_a_fresh_one(rng, tmp_path):
+  """On one device: the cache of compiled programs then serves a run that goes on."""
+  spec = harness.one_layer_spec(**SCHEDULE)
+  state, batch = train_step.make_state(spec), harness.weighted_batch(rng)
+  saved = checkpoint.Checkpoints(str(tmp_path))
+  iterator = loader.train_batches(spec.data, harness.ONE_LAYER_BATCH)
+  saved.save(2, state, iterator, {})
+  saved.wait()
+  restored = saved.restore(2, train_step.abstract_state(spec))
+  saved.close()
+  iterator.close()
+  step = train_step.make_step(spec)
+  fresh, again = (step.lower(s, batch, spec.sites()).as_text() for s in (state, restored))
+  assert fresh == again
 
 
 def test_state_is_sharded_at_birth_and_abstractly_known():
@@ -102,13 +125,18 @@ def test_state_is_sharded_at_birth_and_abstractly_known():
   assert up.addressable_shards[0].data.shape == (2, 128 // 4, 512 // 2)
 
 
+# In one program: op by op each shape compiles its own.
+_copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+_narrowed = jax.jit(lambda tree: jax.tree.map(lambda x: jax.lax.reduce_precision(x, 8, 7), tree))
+
+
 def test_a_twin_starts_one_ulp_above(rng):
   """Every parameter, drawn or given; its moments and its step are untouched."""
-  spec = harness.tiny_runner("bf16").spec
+  spec = harness.one_layer_spec()
   twin = dataclasses.replace(spec, init=dataclasses.replace(spec.init, nudge=True))
   drawn, other = (train_step.make_state(s) for s in (spec, twin))
   # Those of a checkpoint, say: a state uses up what it is given.
-  given = train_step.make_state(twin, jax.tree.map(jnp.copy, drawn.params))
+  given = train_step.make_state(twin, _copied(drawn.params))
   for moved in (other, given):
     for new, old in zip(jax.tree.leaves(moved.params), jax.tree.leaves(drawn.params), strict=True):
       np.testing.assert_array_equal(new, np.nextafter(np.asarray(old), np.float32(np.inf)))
@@ -120,7 +148,7 @@ def test_weights_without_ties_round_to_those_of_bfloat16(rng):
   half way between codes of E4M3 under a power of two afterwards. The others are as they were."""
   x = np.concatenate([np.arange(0x80, 0x7F80), np.arange(0x8080, 0xFF80), [0, 0x7F80]]) << 16
   x = np.append(x, 0x3F800001).astype(np.uint32).view(np.float32)  # the last between two
-  got = np.asarray(params_lib.between(jnp.asarray(x), jax.random.key(3)))
+  got = np.asarray(jax.jit(params_lib.between)(x, jax.random.key(3)))
   np.testing.assert_array_equal(got[-3:], x[-3:])
   np.testing.assert_array_equal(got.astype(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16))
   new, old = (np.abs(v[:-3].astype(np.float64)) for v in (got, x))
@@ -138,8 +166,8 @@ def test_weights_without_ties_round_to_those_of_bfloat16(rng):
     given = train_step.make_state(drawn).params
     harness.assert_trees_equal(train_step.make_state(spec).params, given)  # drawn, without ties
     with pytest.raises(UserError, match="init.untie=True moves 0% of a weight's numbers"):
-      train_step.make_state(spec, jax.tree.map(jnp.copy, given))
-    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), given)
+      train_step.make_state(spec, _copied(given))
+    narrow = _narrowed(given)
     before = jax.tree.map(np.array, narrow)
     placed[shape] = jax.device_get(train_step.make_state(spec, narrow).params)
     for path, old in params_lib.flatten(before).items():
