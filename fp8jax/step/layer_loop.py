@@ -186,7 +186,9 @@ class _Loop:
       return None
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.xs)
     known = jax.eval_shape(self.known, first)
-    name = residuals.PRODUCT if choose.write_in_loops(self.spec.device) else ""
+    # On a mesh each device would make room for all of a stack.
+    is_alone = self.spec.run.layout.mesh is None
+    name = residuals.PRODUCT if is_alone and choose.write_in_loops(self.spec.device) else ""
     return halves.halves(self.apply, self.others, self.context, known, unread, x_BLD, name)
 
 
@@ -252,11 +254,8 @@ def _in_place(loop: _Loop, of_loop: halves.Halves, x_BLD):
     return i + 1, x_BLD, stacks, jax.tree.map(put, others, made)
 
   zeros = lambda x: jax.lax.full((count, *x.shape), 0, x.dtype)  # noqa: E731
-  if loop.spec.run.layout.mesh is None:
-    # Zeros would be written. Of the others equal ones are one stack, as long as all begin as zeros.
-    stacks = [jax.lax.empty((count, *r.aval.shape), r.aval.dtype) for r in of_loop.placed]
-  else:  # each device would make room for all
-    stacks = [zeros(r.aval) for r in of_loop.placed]
+  # Zeros would be written. Of the others equal ones are one stack, as long as all begin as zeros.
+  stacks = [jax.lax.empty((count, *r.aval.shape), r.aval.dtype) for r in of_loop.placed]
   *_, made = jax.eval_shape(layer, jnp.int32(0), x_BLD, stacks)
   first = jnp.int32(0), x_BLD, stacks, jax.tree.map(zeros, made)
   _, x_BLD, stacks, (kept, aux) = jax.lax.while_loop(lambda carry: carry[0] < count, step, first)
