@@ -26,7 +26,7 @@ from fp8jax.recipe.quant import Quant, Scale
 
 # Name of compressed copies for remat policies (see jax.ad_checkpoint.checkpoint_name).
 NAME = "compressed"
-# Name of what a product gives where that is a residual as it is (step/halves.py).
+# Name of the result of a product where that is a residual as it is (step/halves.py).
 PRODUCT = "product"
 
 
@@ -83,7 +83,7 @@ def named(tree, name: str):
 
 
 def product(y, name: str):
-  """What a product gives, named for remat policies, and as the residual that it may become."""
+  """The result of a product, named for remat policies and as the residual that it may become."""
   return checkpoint_name(checkpoint_name(y, name), PRODUCT)
 
 

@@ -4,8 +4,8 @@ A loop over layers calls the function, another one its derivative. Between them 
 saves: of each intermediate value one entry per layer. Weights, sites, positions and the like are
 read again, not saved. Nor is a value that follows from what all layers share.
 
-What a product gives is saved as it is. The first half may have it written where it will lie, in the
-stack of all layers: whoever reads it later in the same layer reads it there.
+The first half may have results of products, which are saved as they are, written where they will
+lie, in stacks of all layers: whoever reads one later in the same layer reads it there.
 """
 
 import dataclasses
