@@ -52,7 +52,7 @@ def test_a_named_residual_is_written_into_its_stack_and_read_there():
     return w * named + w * checkpoint_name(jnp.cos(known[0] * x), "outer"), named + 1
 
   rng = np.random.default_rng(0)
-  x, w, g = (jnp.asarray(one, jnp.float32) for one in rng.normal(size=(3, 4, 5)))
+  x, w, g = (jnp.asarray(one, jnp.float32) for one in rng.uniform(0.1, 0.4, (3, 4, 5)))
   known, shape = (jnp.float32(1.5), (w,)), jax.ShapeDtypeStruct(x.shape, x.dtype)
   others = lambda known, later: known[1]  # noqa: E731
   made = halves.halves(function, others, {}, known, (), shape, "inner")
@@ -60,13 +60,13 @@ def test_a_named_residual_is_written_into_its_stack_and_read_there():
   before = jnp.full((3, 4, 5), 7.0)
   value, aux, (stack, *rest) = jax.jit(made.forward)({}, known, x, [before], 1)
   s, c = (f(1.5 * np.asarray(x, float)) for f in (np.sin, np.cos))
-  np.testing.assert_allclose(stack[1], s, rtol=1e-6)
+  np.testing.assert_allclose(stack[1], s, rtol=4e-6)
   assert np.array_equal(stack[::2], before[::2])
-  np.testing.assert_allclose(value, w * (s + c), rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(aux, s + 1, rtol=1e-5)
+  np.testing.assert_allclose(value, w * (s + c), rtol=4e-6)
+  np.testing.assert_allclose(aux, s + 1, rtol=4e-6)
   dx, dw = made.derivative({}, known, (), [stack[1], *rest])(g)
-  np.testing.assert_allclose(dw, g * (s + c), rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(dx, 1.5 * g * w * (c - s), rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(dw, g * (s + c), rtol=4e-6)
+  np.testing.assert_allclose(dx, 1.5 * g * w * (c - s), rtol=4e-6)
 
 
 @jax.custom_vjp
