@@ -11,7 +11,6 @@ import re
 import sys
 
 import aot_harness
-import jax
 import pytest
 import variants
 
@@ -150,11 +149,10 @@ def test_where_nothing_else_needs_the_input_stacks_shrink_by_what_is_saved():
 def _check_nothing_wide_is_written(found: dict, again: int):
   """Norms and SwiGLU are computed in the quantizer: forward, `again` for weight gradients, back.
 
-  What is left in BF16 is what GEMMs give; jax 0.12 has gate and up written into their stacks.
+  What is left in BF16 is what GEMMs give.
   """
   assert found["proof"][0] == found["proof"][1] > 0
-  beside = {} if jax.__version_info__ >= (0, 12) else {"gate:fwd": 1, "up:fwd": 1}
-  assert found["wide"] == {"down:dgrad": 1} | beside
+  assert found["wide"] == {"gate:fwd": 1, "up:fwd": 1, "down:dgrad": 1}
   hidden, wide = f"bf16[{TOKENS},{HIDDEN}]", f"bf16[{TOKENS},{WIDE}]"
   assert found["quantizer"] == {
     # Of attention and of the feed-forward layer.
