@@ -359,6 +359,14 @@ def compiler_options(device: Device, in_flight: int = 1) -> dict[str, Any] | Non
   return options
 
 
+def write_in_loops(device: Device) -> bool:
+  """Whether XLA lets a product or a kernel write its slice of an array where a loop's counter says.
+
+  That of jax 0.12 does: it is the "dynamic-slice fusion" of `compiler_options`.
+  """
+  return device.platform == "gpu" and jax.__version_info__ >= (0, 12)
+
+
 @functools.lru_cache
 def program(function: Callable, device: Device, static: tuple[str, ...] = ()):
   """jax.jit with these arguments static: one for all callers, who compile equal calls once."""

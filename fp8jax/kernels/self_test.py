@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.errors import UserError
+from fp8jax.kernels import choose
 from fp8jax.kernels.adamw import api as adamw_api
 from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
 from fp8jax.kernels.gemm import tile_config
@@ -145,6 +146,26 @@ def _add(
   (what, instead), other = words, np.asarray(before, np.float32)
   _refuse_if_wrong(got[0], rounded, f"{what}, added to a layer's sum,", instead)
   _refuse_if_wrong(got[1], other, f"{what}, beside another layer,", instead)
+  if choose.write_in_loops(choose.current_device()):
+    _save(lambda: multiply(a, b), want[:, :n], dtype, words)
+
+
+def _save(multiply, want: np.ndarray, dtype, words: tuple):
+  """The same as loops over layers have it that save what a product gives (step/layer_loop.py)."""
+  what, instead = words
+
+  @jax.jit
+  def filled():
+    def step(carry):
+      i, stack = carry
+      return i + 1, jax.lax.dynamic_update_index_in_dim(stack, multiply(), i, 0)
+
+    stack = jax.lax.empty((2, *want.shape), dtype)
+    return jax.lax.while_loop(lambda carry: carry[0] < 2, step, (jnp.int32(0), stack))[1]
+
+  for got in np.asarray(filled().astype(jnp.float32)):
+    rounded = want.astype(dtype).astype(np.float32)
+    _refuse_if_wrong(got, rounded, f"{what}, saved by a loop,", instead)
 
 
 def quantizer(

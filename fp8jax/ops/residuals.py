@@ -26,6 +26,8 @@ from fp8jax.recipe.quant import Quant, Scale
 
 # Name of compressed copies for remat policies (see jax.ad_checkpoint.checkpoint_name).
 NAME = "compressed"
+# Name of the result of a product where that is a residual as it is (step/halves.py).
+PRODUCT = "product"
 
 
 class GemmInput(enum.Enum):
@@ -78,6 +80,11 @@ def compress(x, quant: Quant | None):
 def named(tree, name: str):
   """The tree, every array named for remat policies."""
   return jax.tree.map(lambda t: checkpoint_name(t, name), tree)
+
+
+def product(y, name: str):
+  """The result of a product, named for remat policies and as the residual that it may become."""
+  return checkpoint_name(checkpoint_name(y, name), PRODUCT)
 
 
 def decompress(x, dtype):

@@ -8,9 +8,8 @@ prologue of the quantizer, which makes all four operands of the gradients of gat
 import functools
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax.ops import dots, gemm_spec, linear, operands, prologue, site_checks
+from fp8jax.ops import dots, gemm_spec, linear, operands, prologue, residuals, site_checks
 from fp8jax.ops.gemm_spec import BOTH_OF_G
 from fp8jax.recipe.quant import Quant
 
@@ -41,7 +40,7 @@ def swiglu_mlp(eqns, x, ws, sites, name: str, save: Quant | None = None):
 
 
 def _separate(eqns, x, ws, sites, name: str, save: Quant | None):
-  gate, up = (checkpoint_name(y, name) for y in dots.dots(eqns[:2], x, ws[:2], sites[:2]))
+  gate, up = (residuals.product(y, name) for y in dots.dots(eqns[:2], x, ws[:2], sites[:2]))
   return dots.dot(eqns[2], prologue.silu_mul(gate, up, save=save), ws[2], sites[2])
 
 
@@ -56,14 +55,14 @@ def _swiglu_mlp(static, x, ws, taps, inputs):
 def _fwd(static, x, ws, taps, inputs):
   specs, name, save = static
   gate_up, first = linear.forward_with_residuals(specs[:2], x, ws[:2], taps[:2], inputs[:2])
-  h = prologue.silu_mul(*(checkpoint_name(y, name) for y in gate_up), save=save)
+  h = prologue.silu_mul(*(residuals.product(y, name) for y in gate_up), save=save)
   (y,), second = linear.forward_with_residuals(specs[2:], h, ws[2:], taps[2:], inputs[2:])
   return y, (first, second)
 
 
-def _bwd(static, residuals, g):
+def _bwd(static, saved, g):
   specs, _, _ = static
-  first, second = residuals
+  first, second = saved
   dh, dw_down, taps_down = linear.gradients(specs[2:], second, (g,))
   gate, up = second.input(specs[2].x_dtype).sources
   g_gate_up = prologue.silu_mul_gradients(dh, gate, up)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
+from fp8jax.kernels import choose
 from fp8jax.models import transformer, unit_scaling
 from fp8jax.models.mixer import Aux
 from fp8jax.ops import residuals, site_tree
@@ -185,7 +186,10 @@ class _Loop:
       return None
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.xs)
     known = jax.eval_shape(self.known, first)
-    return halves.halves(self.apply, self.others, self.context, known, unread, x_BLD)
+    # On a mesh each device would make room for all of a stack.
+    is_alone = self.spec.run.layout.mesh is None
+    name = residuals.PRODUCT if is_alone and choose.write_in_loops(self.spec.device) else ""
+    return halves.halves(self.apply, self.others, self.context, known, unread, x_BLD, name)
 
 
 def _loops(spec, sites, made, context, consumer: Consumer) -> list[_Loop]:
@@ -220,14 +224,42 @@ def _forward(loops: list[_Loop], x_BLD, unread):
 
   for loop in loops:
     of_loop = loop.halves(x_BLD, unread)
-    if of_loop is None:
-      step = functools.partial(again, loop)
+    if of_loop is not None and of_loop.placed:
+      x_BLD, (kept, aux) = _in_place(loop, of_loop, x_BLD)
+    elif of_loop is not None:
+      x_BLD, (kept, aux) = jax.lax.scan(functools.partial(once, loop, of_loop), x_BLD, loop.xs)
     else:
-      step = functools.partial(once, loop, of_loop)
-    x_BLD, (kept, aux) = jax.lax.scan(step, x_BLD, loop.xs)
+      x_BLD, (kept, aux) = jax.lax.scan(functools.partial(again, loop), x_BLD, loop.xs)
     saved.append((of_loop, kept))
     total += aux.sum()
   return x_BLD, saved, total
+
+
+def _in_place(loop: _Loop, of_loop: halves.Halves, x_BLD):
+  """`_forward` of a run of layers, whose products write what is saved into its stack.
+
+  XLA has them do so if a loop's own counter says which entry it is; that of jax.lax.scan is hidden.
+  """
+  count, num = loop.layers.stop - loop.layers.start, len(of_loop.placed)
+
+  def layer(i, x_BLD, stacks):
+    of_layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False), loop.xs)
+    (x_BLD, _), aux, kept = of_loop.forward(loop.context, loop.known(of_layer), x_BLD, stacks, i)
+    return x_BLD, kept[:num], (kept[num:], aux)
+
+  def step(carry):
+    i, x_BLD, stacks, others = carry
+    x_BLD, stacks, made = layer(i, x_BLD, stacks)
+    put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)  # noqa: E731
+    return i + 1, x_BLD, stacks, jax.tree.map(put, others, made)
+
+  zeros = lambda x: jax.lax.full((count, *x.shape), 0, x.dtype)  # noqa: E731
+  # Zeros would be written. Of the others equal ones are one stack, as long as all begin as zeros.
+  stacks = [jax.lax.empty((count, *r.aval.shape), r.aval.dtype) for r in of_loop.placed]
+  *_, made = jax.eval_shape(layer, jnp.int32(0), x_BLD, stacks)
+  first = jnp.int32(0), x_BLD, stacks, jax.tree.map(zeros, made)
+  _, x_BLD, stacks, (kept, aux) = jax.lax.while_loop(lambda carry: carry[0] < count, step, first)
+  return x_BLD, ([*stacks, *kept], aux)
 
 
 def _backward(loops: list[_Loop], g_BLD, g_aux, carry, saved):

@@ -6,6 +6,7 @@ Needs the CUDA wheels: make test-aot.
 import math
 
 import aot_harness
+import jax
 import pytest
 from aot_harness import SMALL, load, lower
 
@@ -14,7 +15,8 @@ MICROBATCHES = 3
 
 def copied(form: str, policy: str) -> dict[str, list[str]]:
   """What the loop over microbatches gives, but for our kernels, in the shape of a layer's codes, of
-  a layer's weights or of all layers' sums; and the kernels that read or write a layer of a stack.
+  a layer's weights, of all layers' sums, or of gate or up of one layer or of all; and the kernels
+  that read or write a layer of a stack.
 
   Args:
     form: memory.weight_operands.
@@ -38,7 +40,9 @@ def copied(form: str, policy: str) -> dict[str, list[str]]:
   ]  # fmt: skip
   weights = {own for _, *shape in shapes for own in _texts(shape)}
   sums = {own for count, *shape in shapes for own in _texts(shape, count)}
-  found = {"sums": [], "codes": [], "weights": [], "products": [], "quantizers": []}
+  kinds = ("sums", "codes", "weights", "gates", "products", "quantizers")
+  found = {kind: [] for kind in kinds}
+  gate = f"{spec.data.seq_len},{spec.model.intermediate_size}]"
 
   def look(name: str, is_micro: bool):
     for i in program.computations[name].values():
@@ -53,13 +57,15 @@ def copied(form: str, policy: str) -> dict[str, list[str]]:
       if is_micro and kernels:
         here = program.computations[name] | {one.name: one for one in inside}
         for one in kernels:
-          of_stack = any(stack in here[o].shape for o in one.operands for stack in sums)
+          operands = [here[o].shape for o in one.operands if o in here]
+          of_stack = any(stack in shape for shape in operands for stack in sums)
           found["products"] += [i.name] * ("scaled_matmul" in one.op_name)
           found["quantizers"] += [i.name] * ("quantize_fp8" in one.op_name and of_stack)
-      elif is_micro and i.opcode in ("copy", "fusion", "dynamic-slice", "copy-start"):
+      elif is_micro and i.opcode.removesuffix("-start") in ("copy", "fusion", "dynamic-slice"):
         found["codes"] += [i.name] * ("f8e" in i.shape)
         found["weights"] += [i.name] * any(layer in i.shape for layer in weights)
         found["sums"] += [i.name] * any(stack in i.shape for stack in sums)
+        found["gates"] += [i.name] * (gate in i.shape)
 
   look(program.entry, False)
   return found
@@ -79,6 +85,8 @@ def _texts(shape: list[int], *count: int) -> list[str]:
 def test_codes_weights_and_sums_of_layers_stay_where_they_are(form, policy):
   found = aot_harness.elsewhere(f"copied({form!r}, {policy!r})", __file__)
   assert found["codes"] == found["weights"] == found["sums"] == []
+  # Where they are saved. XLA's of jax 0.11 copies them in and out.
+  assert not found["gates"] or jax.__version_info__ < (0, 12)
   # Seven sites forward, all but down again, and two gradients of each.
   again = 6 if policy == "full" else 0
   assert len(found["products"]) == 7 + again + 2 * 7

@@ -24,6 +24,17 @@ TEXT = """HloModule step
   ROOT %taken = f32[1,4,8] dynamic-slice(%p3, %p4, %p4, %p4), dynamic_slice_sizes={1,4,8}
 }
 
+%dynamic-slice-fusion (p5: f32[3,4,8], p6: f32[4,8], p7: s32[1], p8: f32[3,4,8], p9: s32[]) -> f32[3,4,8] {
+  %p5 = f32[3,4,8] parameter(0)
+  %p6 = f32[4,8] parameter(1)
+  %p7 = s32[1] parameter(2)
+  %p8 = f32[3,4,8] parameter(3)
+  %p9 = s32[] parameter(4)
+  %y = f32[4,8] custom-call(%p6, %p5, %p7), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/mlp/up:fwd/scaled_matmul/mpmd_map"}
+  %as_entry = f32[1,4,8] bitcast(%y)
+  ROOT %stored = f32[3,4,8] dynamic-update-slice(%p8, %as_entry, %p9, %p9, %p9)
+}
+
 %layer (t0: (f32[3,4,8], f32[4,8])) -> (f32[3,4,8], f32[4,8]) {
   %t0 = (f32[3,4,8], f32[4,8]) parameter(0)
   %stack = f32[3,4,8] get-tuple-element(%t0), index=0
@@ -34,6 +45,9 @@ TEXT = """HloModule step
   %g = f32[4,8] get-tuple-element(%mm), index=0
   %n = s32[2] constant({1, 0})
   %into = f32[3,4,8] custom-call(%x, %n, %stack), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/mlp/up:wgrad/scaled_matmul/mpmd_map"}
+  %room = f32[3,4,8] custom-call(), custom_call_target="AllocateBuffer"
+  %one = s32[1] constant({1})
+  %own = f32[3,4,8] fusion(%stack, %x, %one, %room, %i), kind=kCustom, calls=%dynamic-slice-fusion
   %fusion.2 = f32[1,4,8] fusion(%stack, %i), kind=kLoop, calls=%fused_take
   %fusion.1 = f32[3,4,8] fusion(%stack, %g, %i), kind=kLoop, calls=%fused_add
   ROOT %t1 = (f32[3,4,8], f32[4,8]) tuple(%fusion.1, %x)
@@ -64,8 +78,9 @@ def test_launches_and_bytes_are_counted_by_hand():
   spec.loader.exec_module(module)
   found = module.count(TEXT, 2)
   kernel = {"launches": 3, "quantizations": 3, "bytes": 3 * (128 + 32 + 16)}
-  # A product beside one that is added to a layer of a stack, two of whose numbers are 8 bytes.
-  product = {"launches": 6, "quantizations": 0, "bytes": 3 * (3 * 128) + 3 * (3 * 128 + 8)}
+  # A product, one that is added to a layer of a stack, two of whose numbers are 8 bytes, and one
+  # that XLA has written into its layer of memory that is empty: two numbers besides.
+  product = {"launches": 9, "quantizations": 0, "bytes": 3 * (3 * 128) + 6 * (3 * 128 + 8)}
   # What was there, what is added, what is written, and the number of the layer; a layer read,
   # written, and its number.
   added = {"launches": 6, "quantizations": 0, "bytes": 3 * (3 * 128 + 4) + 3 * (2 * 128 + 4)}

@@ -493,6 +493,15 @@ def test_kernels_are_tried_before_a_run(monkeypatch, name):
   monkeypatch.setattr(mosaic_sm90_lib, "matmul", beside)
   with pytest.raises(UserError, match=r"added to a layer's sum, wrongly"):
     self_test.hopper(GEMMS[name], [(40, 136, 192)], sizes)
+  if name == "block_128-fwd":
+    save = jax.lax.dynamic_update_index_in_dim
+    patched = lambda stack, x, i, axis: save(stack, x, 0 * i, axis)  # noqa: E731
+    monkeypatch.setattr(mosaic_sm90_lib, "matmul", seen)
+    monkeypatch.setattr(self_test.choose, "write_in_loops", lambda device: True)
+    self_test.hopper(GEMMS[name], [], sizes, spare=1)
+    monkeypatch.setattr(jax.lax, "dynamic_update_index_in_dim", patched)
+    with pytest.raises(UserError, match=r"saved by a loop, wrongly"):
+      self_test.hopper(GEMMS[name], [], sizes, spare=1)
 
 
 def test_producers_are_tried_before_a_run(monkeypatch):

@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from fp8jax.kernels import choose
 from fp8jax.ops import quantizer
 from fp8jax.ops.gemm_spec import Role
 from fp8jax.quantization import quantize, scaled_matrix, tensor_stats
 from fp8jax.quantization.scaled_matrix import Entry
-from fp8jax.step import gradients, train_step
+from fp8jax.step import gradients, layer_loop, train_step
 
 SMALL = {
   "model.num_layers": 3, "memory.loss_chunk": 64, "seq_len": 64, "global_batch": 12,
@@ -178,3 +179,22 @@ WITHOUT = {
 @pytest.mark.parametrize("changes", WITHOUT.values(), ids=WITHOUT)
 def test_elsewhere_gradients_are_added_when_all_are_there(changes):
   assert not gradients.adds_in_place(spec_of(changes))
+
+
+@pytest.mark.slow
+def test_products_that_write_what_is_saved_into_stacks_give_the_same_bits(monkeypatch):
+  """As on a GPU: gate and up of two runs of layers."""
+  spec = spec_of(SLOW["two runs of layers, every statistic"][0])
+  placed, write = [], layer_loop._in_place
+
+  def spy(loop, of_loop, x_BLD):
+    placed.append(len(of_loop.placed))
+    return write(loop, of_loop, x_BLD)
+
+  program, arguments = differentiated(spec)
+  wanted = jax.device_get(program.compile()(*arguments))
+  monkeypatch.setattr(choose, "write_in_loops", lambda device: True)
+  monkeypatch.setattr(layer_loop, "_in_place", spy)
+  program, arguments = differentiated(spec)
+  assert placed == [2, 2]
+  harness.assert_trees_equal(jax.device_get(program.compile()(*arguments)), wanted)

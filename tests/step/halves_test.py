@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.step import halves
 
@@ -40,6 +41,32 @@ def test_the_second_half_reads_again_what_both_know_and_saves_the_rest_once():
   square = k.astype(float) ** 2
   np.testing.assert_allclose(dx, g * square * np.cos(x) * other_w, rtol=4e-6)
   np.testing.assert_allclose(dw, g * square * np.sin(x), rtol=4e-6)
+
+
+def test_a_named_residual_is_written_into_its_stack_and_read_there():
+  """y = w s + w c, s = sin(k x) of that name, c = cos(k x) of another: of three entries the second
+  is s, the others are as they were, and value and gradients those without a stack."""
+
+  def function(_, known, x, w):
+    named = checkpoint_name(jnp.sin(known[0] * x), "inner")
+    return w * named + w * checkpoint_name(jnp.cos(known[0] * x), "outer"), named + 1
+
+  rng = np.random.default_rng(0)
+  x, w, g = (jnp.asarray(one, jnp.float32) for one in rng.uniform(0.1, 0.4, (3, 4, 5)))
+  known, shape = (jnp.float32(1.5), (w,)), jax.ShapeDtypeStruct(x.shape, x.dtype)
+  others = lambda known, later: known[1]  # noqa: E731
+  made = halves.halves(function, others, {}, known, (), shape, "inner")
+  assert len(made.placed) == 1 and made.placed[0] is made.saved[0]
+  before = jnp.full((3, 4, 5), 7.0)
+  value, aux, (stack, *rest) = jax.jit(made.forward)({}, known, x, [before], 1)
+  s, c = (f(1.5 * np.asarray(x, float)) for f in (np.sin, np.cos))
+  np.testing.assert_allclose(stack[1], s, rtol=4e-6)
+  assert np.array_equal(stack[::2], before[::2])
+  np.testing.assert_allclose(value, w * (s + c), rtol=4e-6)
+  np.testing.assert_allclose(aux, s + 1, rtol=4e-6)
+  dx, dw = made.derivative({}, known, (), [stack[1], *rest])(g)
+  np.testing.assert_allclose(dw, g * (s + c), rtol=4e-6)
+  np.testing.assert_allclose(dx, 1.5 * g * w * (c - s), rtol=4e-6)
 
 
 @jax.custom_vjp

@@ -11,7 +11,8 @@ compiled program as often as loops run them, not what a GPU does:
   launches   instructions that start a kernel: fusions, products, kernels of ours, copies;
              quantizations are those of our quantizer's kernels
   bytes      read and written in memory by them: of a fusion that reads a slice of an array, or
-             writes one in place, the slice. Caches may save some
+             writes one in place, the slice; of a kernel in it what it has alone. Caches may save
+             some
   moved      received from other devices (fp8jax/compiled/collectives.py)
 """
 
@@ -85,8 +86,13 @@ def executed(
       inside = is_micro or trips == microbatches
       for callee in i.called:
         yield from executed(program, microbatches, callee, times * trips, inside)
-    elif i.opcode not in _FREE and not i.opcode.endswith("-done"):
+    elif i.opcode not in _FREE and not i.opcode.endswith("-done") and not _is_memory(i):
       yield i, here, times, is_micro
+
+
+def _is_memory(i: hlo.Instruction) -> bool:
+  """Whether an instruction gives memory that nothing was written to."""
+  return i.opcode == "custom-call" and 'custom_call_target="AllocateBuffer"' in i.rest
 
 
 def is_collective(program: hlo.Program, i: hlo.Instruction) -> bool:
@@ -111,10 +117,16 @@ def traffic(program: hlo.Program, i: hlo.Instruction, here) -> int:
     target, result = i.attribute(r'custom_call_target="([^"]*)"'), i.shape
     if target.startswith("__cublas"):  # the second result is its workspace
       result = result.removeprefix("(").partition(", s8[")[0]
-    if _READS_LAYERS.search(i.op_name) and any(_NUMBERS.match(o) for o in operands):
+    if _reads_layers(i, here):
       operands, result = [_LAYERS.sub("[", o) for o in operands], _LAYERS.sub("[", result)
     return sum(map(nbytes, operands)) + nbytes(result)
   return _of_fusion(program.computations[i.called[0]])
+
+
+def _reads_layers(i: hlo.Instruction, here) -> bool:
+  """Whether a kernel of ours takes stacks, and the numbers of their layers."""
+  numbers = (_NUMBERS.match(here[o].shape) for o in i.operands if o in here)
+  return _READS_LAYERS.search(i.op_name) is not None and any(numbers)
 
 
 def _of_fusion(inside: dict[str, hlo.Instruction]) -> int:
@@ -136,7 +148,9 @@ def _of_fusion(inside: dict[str, hlo.Instruction]) -> int:
                if not (i.name in in_place and u.name in updates)]  # fmt: skip
       # Where a slice begins is no array that it is taken of.
       sliced = all(u.opcode in _READS and where == 0 for u, where in users)
-      total += sum(nbytes(u.shape) for u, _ in users) if sliced else nbytes(i.shape)
+      of_layer = any(_reads_layers(u, inside) for u, _ in users)
+      whole = nbytes(_LAYERS.sub("[", i.shape) if of_layer else i.shape)
+      total += sum(nbytes(u.shape) for u, _ in users) if sliced else whole
   return total
 
 
@@ -157,10 +171,17 @@ def _source(inside, name: str) -> str:
   return name
 
 
+def kernel(program: hlo.Program, i: hlo.Instruction) -> hlo.Instruction:
+  """The call of a kernel that a fusion makes, of slices that it reads or writes; or i itself."""
+  inside = program.computations[i.called[0]].values() if i.opcode == "fusion" else ()
+  return next((one for one in inside if one.opcode == "custom-call"), i)
+
+
 def kind_of(program: hlo.Program, i: hlo.Instruction) -> str:
   """What an instruction is for, by the scope that it was traced in."""
   if is_collective(program, i):
     return "collective"
+  i = kernel(program, i)
   if program.computes_products(i):
     return "product"
   for scope in ("quantize", "optimizer"):
@@ -181,7 +202,8 @@ def count(text: str, microbatches: int) -> dict[str, dict[str, dict[str, float]]
     times /= microbatches if is_micro else 1
     row["launches"] += times
     row["bytes"] += times * traffic(program, i, here)
-    row["quantizations"] += times * (kind == "quantize" and i.opcode == "custom-call")
+    is_kernel = kernel(program, i).opcode == "custom-call"
+    row["quantizations"] += times * (kind == "quantize" and is_kernel)
   return total
 
 
