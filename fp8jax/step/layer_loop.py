@@ -255,7 +255,8 @@ def _in_place(loop: _Loop, of_loop: halves.Halves, x_BLD):
 
   zeros = lambda x: jax.lax.full((count, *x.shape), 0, x.dtype)  # noqa: E731
   # Zeros would be written. Of the others equal ones are one stack, as long as all begin as zeros.
-  stacks = [jax.lax.empty((count, *r.aval.shape), r.aval.dtype) for r in of_loop.placed]
+  shapes: list[Any] = [r.aval for r in of_loop.placed]
+  stacks = [jax.lax.empty((count, *x.shape), x.dtype) for x in shapes]
   *_, made = jax.eval_shape(layer, jnp.int32(0), x_BLD, stacks)
   first = jnp.int32(0), x_BLD, stacks, jax.tree.map(zeros, made)
   _, x_BLD, stacks, (kept, aux) = jax.lax.while_loop(lambda carry: carry[0] < count, step, first)
