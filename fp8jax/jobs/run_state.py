@@ -19,7 +19,7 @@ from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms as run_alarms
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run import fp8_share
-from fp8jax.step import quantized_once, train_spec, train_step
+from fp8jax.step import gradients, layer_loop, quantized_once, train_spec, train_step
 from fp8jax.step.state import State
 
 
@@ -127,7 +127,8 @@ class RunState:
     weights = jnp.bfloat16 if is_split else jnp.float32
     uses, spare = expected_gemms.uses(self.spec, phase), self.spec.run.layout.spare
     stacks = quantized_once.is_on(self.spec)
-    if count := self_test.products(uses, weights=weights, spare=spare, stacks=stacks):
+    saves = gradients.adds_in_place(self.spec) and layer_loop.writes_what_it_saves(self.spec)
+    if count := self_test.products(uses, weights=weights, spare=spare, stacks=stacks, saves=saves):
       self._out.print(f"kernels: {count} kinds of product tried on this device, all exact")
     leaf = next((x for x in jax.tree.leaves(self.spec.leaves) if x.backend != "xla"), None)
     if leaf is not None and not self.sites:  # once

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.errors import UserError
-from fp8jax.kernels import choose
 from fp8jax.kernels.adamw import api as adamw_api
 from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
 from fp8jax.kernels.gemm import tile_config
@@ -42,7 +41,7 @@ _DEFINITIONS = {
 
 def products(
   uses: Mapping[tuple[str, Gemm], Collection[tuple[int, int, int]]], sizes=_SIZES, matrix=_MATRIX,
-  weights=jnp.float32, spare: int = 0, stacks: bool = False,
+  weights=jnp.float32, spare: int = 0, stacks: bool = False, saves: bool = False,
 ) -> int:  # fmt: skip
   """Tries our kernels in everything that a run does with them; how many kinds of product.
 
@@ -52,6 +51,8 @@ def products(
     weights: dtype of those that the quantizer reads.
     spare: multiprocessors that a run's GEMMs leave free.
     stacks: whether a step quantizes the weights of all layers at once.
+    saves: whether loops over layers have products write what they save where it is saved; products
+      in BF16 are then tried, too.
 
   Raises:
     UserError: a kernel computes something else.
@@ -59,18 +60,20 @@ def products(
   own = {use: shapes for use, shapes in uses.items() if use[0] in ("mosaic_sm90", "xla_sm90")}
   for (backend, gemm), shapes in own.items():
     if backend == "mosaic_sm90":
-      hopper(gemm, shapes, sizes, weights, spare)
+      hopper(gemm, shapes, sizes, weights, spare, saves)
   # In the order of the run, each once.
   for quant in dict.fromkeys(cast(Quant, q) for _, g in own for q in (g.lhs, g.rhs)):
     quantizer(quant, matrix, weights, stacks)
   for quant in dict.fromkeys(cast(Quant, g.lhs) for b, g in own if b == "mosaic_sm90"):
     producers(quant, matrix)
+  if saves:
+    _save_plain(matrix)
   return len(own)
 
 
 def hopper(
   gemm: Gemm, shapes: Collection[tuple[int, int, int]] = (), sizes: tuple[int, int, int] = _SIZES,
-  weights=jnp.float32, spare: int = 0,
+  weights=jnp.float32, spare: int = 0, saves: bool = False,
 ) -> None:  # fmt: skip
   """Multiplies with the Hopper quantizer and GEMM, and in float64 on the host.
 
@@ -81,6 +84,7 @@ def hopper(
     sizes: M, N, K of what is multiplied, into BF16 and float32.
     weights: their dtype, where the product has one; activations and gradients are BF16.
     spare: multiprocessors that stay free.
+    saves: see `products`.
 
   Raises:
     UserError: they differ; says where.
@@ -95,7 +99,7 @@ def hopper(
   cores = max(mosaic_sm90_lib.num_cores() - spare, 1)
   ways = [(d, tile_config.best(*shape, is_tiled, d, cores=cores)) for shape, d in tried]
   b_dtype = weights if is_tiled else jnp.bfloat16
-  multiply = functools.partial(_multiply, gemm, b_dtype=b_dtype, spare=spare)
+  multiply = functools.partial(_multiply, gemm, b_dtype=b_dtype, spare=spare, saves=saves)
   multiply(sizes, ways)
   for (m, n, k), d in tried[len(both) :]:
     config = tile_config.best(m, n, k, is_tiled, d, cores=cores)
@@ -103,7 +107,9 @@ def hopper(
       multiply((m, n, min(k, 256 + k % tile_config.BLOCK)), [(d, config)])
 
 
-def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways, b_dtype, spare: int):
+def _multiply(
+  gemm: Gemm, sizes: tuple[int, int, int], ways, b_dtype, spare: int, saves: bool
+):  # fmt: skip
   """Multiplies matrices of M, N, K in each way, a dtype and a tile config; raises as `hopper`."""
   m, n, k = sizes
   a, b = _lattice(m, k), _lattice(n, k)
@@ -123,11 +129,12 @@ def _multiply(gemm: Gemm, sizes: tuple[int, int, int], ways, b_dtype, spare: int
     what = f"mosaic_sm90 multiplies {lhs} by {rhs} of {sizes} into {jnp.dtype(dtype)} with {config}"
     _refuse_if_wrong(got, rounded, what, _instead(rhs))
     if config is first[dtype]:
-      _add(multiply, operands, want, dtype, (what, _instead(rhs)))
+      _add(multiply, operands, want, dtype, (what, _instead(rhs)), saves)
 
 
 def _add(
-  multiply, operands: tuple[ScaledMatrix, ScaledMatrix], want: np.ndarray, dtype, words: tuple
+  multiply, operands: tuple[ScaledMatrix, ScaledMatrix], want: np.ndarray, dtype, words: tuple,
+  saves: bool,
 ):  # fmt: skip
   """The same as a run's steps have it: B from the second of two layers, the product added to the
   first of two sums; of both TMA moves 64 columns at a time."""
@@ -146,26 +153,44 @@ def _add(
   (what, instead), other = words, np.asarray(before, np.float32)
   _refuse_if_wrong(got[0], rounded, f"{what}, added to a layer's sum,", instead)
   _refuse_if_wrong(got[1], other, f"{what}, beside another layer,", instead)
-  if choose.write_in_loops(choose.current_device()):
-    _save(lambda: multiply(a, b), want[:, :n], dtype, words)
+  if saves:
+    _save(lambda i: multiply(a, Entry(stack, i)), want[:, :n], dtype, what)
 
 
-def _save(multiply, want: np.ndarray, dtype, words: tuple):
-  """The same as loops over layers have it that save what a product gives (step/layer_loop.py)."""
-  what, instead = words
+def _save_plain(sizes: tuple[int, int]):
+  """`_save` of products in BF16, which are XLA's."""
+  a = _lattice(*sizes)
+  stack = jnp.asarray(np.stack([0 * a, a]), jnp.bfloat16)
+  multiply = lambda i: jnp.inner(stack[1], stack[i])  # noqa: E731
+  want = np.inner(a.astype(np.float64), a)
+  _save(multiply, want, jnp.bfloat16, "XLA multiplies in bfloat16")
+
+
+def _save(multiply, want: np.ndarray, dtype, what: str):
+  """Loops over layers save what a product gives, and read it there (step/layer_loop.py): of layer 0
+  zeros, of layer 1 what is wanted.
+
+  Args:
+    multiply: number of a layer -> product.
+  """
 
   @jax.jit
   def filled():
     def step(carry):
-      i, stack = carry
-      return i + 1, jax.lax.dynamic_update_index_in_dim(stack, multiply(), i, 0)
+      i, stack, read = carry
+      stack = jax.lax.dynamic_update_index_in_dim(stack, multiply(i), i, 0)
+      mine = jax.lax.dynamic_index_in_dim(jax.lax.optimization_barrier(stack), i, 0, False)
+      return i + 1, stack, read.at[i].set(-mine)
 
     stack = jax.lax.empty((2, *want.shape), dtype)
-    return jax.lax.while_loop(lambda carry: carry[0] < 2, step, (jnp.int32(0), stack))[1]
+    first = jnp.int32(0), stack, jnp.ones(stack.shape, dtype)
+    return jax.lax.while_loop(lambda carry: carry[0] < 2, step, first)[1:]
 
-  for got in np.asarray(filled().astype(jnp.float32)):
-    rounded = want.astype(dtype).astype(np.float32)
-    _refuse_if_wrong(got, rounded, f"{what}, saved by a loop,", instead)
+  rounded = want.astype(dtype).astype(np.float32)
+  for how, sign, made in zip(("saved by", "read in"), (1, -1), filled()):
+    for got, wanted in zip(sign * np.asarray(made.astype(jnp.float32)), (0 * rounded, rounded)):
+      how_else = dict(instead="'full'", key="memory.remat_policy")
+      _refuse_if_wrong(got, wanted, f"{what}, {how} a loop,", **how_else)
 
 
 def quantizer(
@@ -293,14 +318,16 @@ def optimizer(
       )
 
 
-def _refuse_if_wrong(got, want, what: str, instead: str, slack: float | np.ndarray = 0.0) -> None:
+def _refuse_if_wrong(
+  got, want, what: str, instead: str, slack: float | np.ndarray = 0.0, key: str = "kernels.matmul"
+) -> None:  # fmt: skip
   """Raises UserError if elements differ by more than `slack`: `what` was done wrongly."""
   wrong = np.argwhere(~(np.abs(got - want) <= slack))
   if len(wrong):
     i, j = wrong[0]
     raise UserError(
-      f"kernels.matmul: on this device {what} wrongly: {len(wrong)} of {got.size} elements, the "
-      f"first [{i}, {j}] {got[i, j]} instead of {want[i, j]}. Set kernels.matmul={instead}, and "
+      f"{key}: on this device {what} wrongly: {len(wrong)} of {got.size} elements, the "
+      f"first [{i}, {j}] {got[i, j]} instead of {want[i, j]}. Set {key}={instead}, and "
       "report this with `nvidia-smi` and `pip freeze`"
     )
 

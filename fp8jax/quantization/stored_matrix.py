@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.formats import E4M3
 from fp8jax.quantization import hadamard, quantize, scaled_matrix
-from fp8jax.recipe.quant import WHOLE, Hadamard, Quant, Scale
+from fp8jax.recipe.quant import WHOLE, Hadamard, Quant, Scale, Static
 
 TILE = 128
 QUANT = Quant(E4M3, (TILE, TILE))
@@ -110,8 +110,9 @@ def is_compatible(
   quant: Quant | None, stored: Quant = QUANT, rows: Hadamard | None = None, *,
   is_turned: bool = False,
 ) -> bool:  # fmt: skip
-  """Whether a GEMM's weight operand may be what was stored: alike but for the rounding of scales
-  and data, or in the compute dtype, to which it is dequantized. One without scales has no others.
+  """Whether a GEMM's weight operand may be what was stored: alike but for the rule of its scales
+  (clip, rounding, past amaxes) and the rounding of data, or in the compute dtype, to which it is
+  dequantized. One without scales has no others, nor one with the scales of a calibration.
 
   Args:
     rows: how the GEMM rotates the rows of this operand.
@@ -121,9 +122,11 @@ def is_compatible(
   if quant is None:
     return True
   along, across = (rows, quant.transform) if is_turned else (quant.transform, rows)
-  has_scale = [q.scale is not Scale.ONE for q in (quant, stored)]
-  is_alike = (quant.format, quant.tile, has_scale[0]) == (stored.format, stored.tile, has_scale[1])
-  return is_alike and along == stored.transform and across is None
+
+  def kind(q: Quant):
+    return q.format, q.tile, q.scale is Scale.ONE, isinstance(q.source, Static)
+
+  return kind(quant) == kind(stored) and along == stored.transform and across is None
 
 
 def specs(x: StoredMatrix, spec: PartitionSpec) -> StoredMatrix:

@@ -186,10 +186,18 @@ class _Loop:
       return None
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.xs)
     known = jax.eval_shape(self.known, first)
-    # On a mesh each device would make room for all of a stack.
-    is_alone = self.spec.run.layout.mesh is None
-    name = residuals.PRODUCT if is_alone and choose.write_in_loops(self.spec.device) else ""
+    name = residuals.PRODUCT if writes_what_it_saves(self.spec) else ""
     return halves.halves(self.apply, self.others, self.context, known, unread, x_BLD, name)
+
+
+def writes_what_it_saves(spec) -> bool:
+  """Whether products write residuals into stacks of all layers, in the loops of `differentiate`.
+
+  Not on a mesh, where each device would make room for all of a stack. Names inside jax.checkpoint,
+  as other policies have them, are not found.
+  """
+  is_plain = spec.run.layout.mesh is None and spec.run.remat == "none"
+  return is_plain and choose.write_in_loops(spec.device)
 
 
 def _loops(spec, sites, made, context, consumer: Consumer) -> list[_Loop]:

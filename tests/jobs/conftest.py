@@ -17,12 +17,12 @@ def launch():
   """Runs launch.py to its end on one device."""
   env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ONE_DEVICE}
 
-  def run(workdir, *flags, code=0):
+  def run(workdir, *flags):
     done = subprocess.run(
       [sys.executable, "launch.py", f"--workdir={workdir}", *flags],
       cwd=ROOT, env=env, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done
 

@@ -187,7 +187,8 @@ def test_evaluate_prints_json_alone_and_repeats_the_runs_numbers(run_job, traine
   assert code == 0, stderr
   result = json.loads(stdout)
   assert (result["workdir"], result["step"]) == (str(trained.workdir), debug_runs.STEPS)
-  assert "CPU: FP8 is emulated, exact and slow" in result["device"]
+  idle = "mesh.data, mesh.fsdp and mesh.tensor are 1, the other 7 are idle"
+  assert result["device"] == f"1 of 8 × CPU: FP8 is emulated, exact and slow; {idle}"
   summary = debug_runs.read_json(trained.workdir / "summary.json")
   assert result["heldout"] == summary["evaluations"][str(debug_runs.STEPS)]
   assert result["heldout"]["main"].keys() == PRECISIONS

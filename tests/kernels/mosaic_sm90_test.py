@@ -497,11 +497,30 @@ def test_kernels_are_tried_before_a_run(monkeypatch, name):
     save = jax.lax.dynamic_update_index_in_dim
     patched = lambda stack, x, i, axis: save(stack, x, 0 * i, axis)  # noqa: E731
     monkeypatch.setattr(mosaic_sm90_lib, "matmul", seen)
-    monkeypatch.setattr(self_test.choose, "write_in_loops", lambda device: True)
-    self_test.hopper(GEMMS[name], [], sizes, spare=1)
+    self_test.hopper(GEMMS[name], [], sizes, spare=1, saves=True)
     monkeypatch.setattr(jax.lax, "dynamic_update_index_in_dim", patched)
     with pytest.raises(UserError, match=r"saved by a loop, wrongly"):
-      self_test.hopper(GEMMS[name], [], sizes, spare=1)
+      self_test.hopper(GEMMS[name], [], sizes, spare=1, saves=True)
+
+
+@pytest.mark.parametrize("name, words", [
+  ("", ""), ("dynamic_update_index_in_dim", "saved by"), ("dynamic_index_in_dim", "read in"),
+])  # fmt: skip
+def test_what_bf16_products_save_is_tried_before_a_run(monkeypatch, name, words):
+  """Whatever the recipe; an index of the other layer is seen, written or read."""
+  if not name:
+    assert self_test.products({}, matrix=(48, 32), saves=True) == 0
+    return
+  function, at = getattr(jax.lax, name), -3 if name == "dynamic_index_in_dim" else -2
+
+  def other(*args):
+    args = list(args)
+    args[at] = 1 - args[at]
+    return function(*args)
+
+  monkeypatch.setattr(jax.lax, name, other)
+  with pytest.raises(UserError, match=f"bfloat16, {words} a loop, wrongly.*remat_policy='full'"):
+    self_test.products({}, matrix=(48, 32), saves=True)
 
 
 def test_producers_are_tried_before_a_run(monkeypatch):

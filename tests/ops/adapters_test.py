@@ -155,6 +155,7 @@ def test_codes_of_another_recipe_are_refused(rng):
   for codes, recipe, words in (
     (of(stored_matrix.QUANT), "tensor_current", "e4m3 128x128 f32 cannot be multiplied as e4m3"),
     (of(storage.FROZEN["e4m3"]), "fp8_unscaled", "as e4m3 .*x.* one; give its site"),
+    (of(storage.FROZEN["e4m3"]), "e4m3_static", "as e4m3 .*x.* static; give its site"),
     (plain, "halo_int8_2", "int8 .*x.* f32 cannot be multiplied as int8 .* hadamard64 unsigned"),
     (plain, "halo_int8_2_hq", "hadamard64 unsigned; give its site a recipe whose fwd product"),
     (rotated, "halo_int8_0", "hadamard64 unsigned cannot be multiplied as int8"),
