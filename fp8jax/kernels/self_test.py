@@ -189,8 +189,8 @@ def _save(multiply, want: np.ndarray, dtype, what: str):
   rounded = want.astype(dtype).astype(np.float32)
   for how, sign, made in zip(("saved by", "read in"), (1, -1), filled()):
     for got, wanted in zip(sign * np.asarray(made.astype(jnp.float32)), (0 * rounded, rounded)):
-      how_else = dict(instead="'full'", key="memory.remat_policy")
-      _refuse_if_wrong(got, wanted, f"{what}, {how} a loop,", **how_else)
+      of_loop = f"{what}, {how} a loop,"
+      _refuse_if_wrong(got, wanted, of_loop, "'full'", key="memory.remat_policy")
 
 
 def quantizer(

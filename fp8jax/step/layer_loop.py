@@ -193,8 +193,8 @@ class _Loop:
 def writes_what_it_saves(spec) -> bool:
   """Whether products write residuals into stacks of all layers, in the loops of `differentiate`.
 
-  Not on a mesh, where each device would make room for all of a stack. Names inside jax.checkpoint,
-  as other policies have them, are not found.
+  Not on a mesh, where each device would make room for all of a stack. Nor where
+  names are inside jax.checkpoint, as other policies have them.
   """
   is_plain = spec.run.layout.mesh is None and spec.run.remat == "none"
   return is_plain and choose.write_in_loops(spec.device)
