@@ -4,7 +4,7 @@ command: python experiments/lab/hours.py            prints systems, seeds, hours
          python experiments/lab/hours.py measure    times 20 steps of what has not run -> hours.json
 
 Seconds per step are of hours.json: CPU seconds of 20 steps at the commit that measured them. Of
-what it lacks they are the median over the finished runs of lab/results with this recipe and model,
+what it lacks they are the least of the finished runs of lab/results with this recipe and model,
 on this CPU if it has any, else on the one that has most: wall seconds of one core, beside other
 work, at the commit that ran. Of the rest they are a guess. The table says how many hours are of
 each.
@@ -17,7 +17,6 @@ import json
 import pathlib
 import re
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -74,7 +73,7 @@ def of_results(found: Iterable[results.Result], cpu: str) -> dict[str, dict[str,
   made = {}
   for name, by_cpu in samples.items():
     used = max(by_cpu, key=lambda one: (one == cpu, len(by_cpu[one]), one))
-    step = statistics.median(by_cpu[used])
+    step = min(by_cpu[used])  # other work on the machine only adds
     made[name] = {"step_seconds": step, "runs": len(by_cpu[used]), "cpu": used}
   return made
 
