@@ -13,6 +13,7 @@ from fp8jax.compiled.memory import MemoryRow
 from fp8jax.generation import aot as generation_aot
 from fp8jax.generation import batching, capacity
 from fp8jax.generation.settings import VALUES, Generate
+from fp8jax.optim import storage
 from fp8jax.rl import scoring
 from fp8jax.rl.settings import REWARD, RL
 from fp8jax.run import provenance
@@ -64,7 +65,8 @@ def _once(spec: train_spec.TrainSpec, peak: int) -> list[str]:
   """
   if quantized_once.is_on(spec) or spec.run.is_invariant or spec.grad_accum_steps == 1:
     return []
-  if spec.model.lora is not None:  # codes of a frozen base are there already
+  lora = spec.model.lora
+  if lora is not None and storage.is_in_codes(storage.FROZEN[lora.base]):  # they are there already
     return []
   account = quantized_once.account(spec)
   if not account.names:

@@ -351,7 +351,7 @@ def compiler_options(device: Device, in_flight: int = 1) -> dict[str, Any] | Non
   if device.platform != "gpu":
     return None
   options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
-  if jax.__version_info__ < (0, 12):
+  if not write_in_loops(device):
     options["xla_gpu_enable_dynamic_slice_fusion"] = False
   if in_flight > 1:
     options["xla_gpu_experimental_parallel_collective_overlap_limit"] = in_flight
