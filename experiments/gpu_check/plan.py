@@ -109,7 +109,10 @@ def _gemm_families(is_dry: bool) -> dict[str, dict[str, Any]]:
     "gemm_blocks": _products("gemm_blocks", shapes[:1], [
       (f"{n}/cluster{c}", "fwd", {**WARPGROUP, "tile_n": n, "cluster_m": c})
       for n in (160, 192) for c in (1, 2)
-    ] + [("160/wgrad", "wgrad", {**WARPGROUP, "tile_n": 160, "stages": 3, "cluster_m": 2})]),
+    ] + [
+      (f"{n}/wgrad/{how['producer']}", "wgrad", {**how, "tile_n": n, "stages": s, "cluster_m": 2})
+      for n, s, how in ((160, 3, WARPGROUP), (192, 4, WARPGROUP), (192, 4, INLINE))
+    ]),
     # Each product with the producer that it does not have by default.
     "gemm_producers": _products("gemm_producers", shapes[:1], [
       ("fwd/inline", "fwd", INLINE), ("wgrad/warpgroup", "wgrad", WARPGROUP),
@@ -230,6 +233,8 @@ P2_CONFIGS = {
   "128x128_cluster2_warpgroup": _tile(producer="warpgroup"),
   "128x128_cluster2_inline": _tile(),
   "128x160_cluster2_warpgroup": _tile(160, stages=3, producer="warpgroup"),
+  "128x192_cluster2_inline": _tile(192, raster=6),
+  "128x192_cluster2_warpgroup": _tile(192, producer="warpgroup"),
   "128x160_cluster2_inline": _tile(160, stages=5, raster=6),
   "128x128_cluster1_inline": _tile(cluster_m=1),
   "128x128_cluster1_warpgroup": _tile(cluster_m=1, producer="warpgroup"),

@@ -243,7 +243,7 @@ def test_kernel_under_vmap(rng):
 
 
 @pytest.mark.parametrize("config", [
-  pytest.param(None, marks=pytest.mark.slow), Config(tile_n=160, stages=3, producer="inline"),
+  pytest.param(None, marks=pytest.mark.slow), Config(tile_n=192, stages=3, producer="inline"),
   pytest.param(Config(tile_n=160, stages=3), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_kernel_adds_to_what_is_there(rng, config):

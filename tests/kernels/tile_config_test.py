@@ -46,9 +46,9 @@ def pools(monkeypatch, request):
 @pytest.mark.parametrize(
   "product, m, n, tiles, clocks",
   [
-    # InfiR2's: a second wave of 12 of 144 tiles, of 60 of 192, of 64 of 196.
+    # InfiR2's: 120 tiles for 144, 132 for 192, and 133 for 196 would be one too many.
     ("wgrad", 1536, 1536, (160, 160), 736),
-    ("wgrad", 1536, 2048, (112, 112), 2 * 592),
+    ("wgrad", 1536, 2048, (192, 192), 832),
     ("wgrad", 896, 3584, (112, 112), 2 * 592),
     # 70 waves with hardly a tail, and one wave.
     ("fwd", 32768, 4608, (192, 128), None),
@@ -212,11 +212,17 @@ def test_clusters_of_programs_share_the_multiprocessors(
 @pytest.mark.parametrize("is_tiled", [True, False])
 def test_candidates_have_as_many_stages_as_fit_and_six_at_most(pools, is_tiled, dtype, size):
   """Of 227 KiB: a slot holds 128 + n rows of 128 bytes and 512 + 1024 of scales."""
-  # Of a consumer, in its buffers.
-  results = {112: 64 * 112, 128: 2 * 64 * 64, 160: 2 * 64 * 32, 192: 2 * 64 * 64}
-  columns = ((128, 160, 192) if pools else (128,)) if is_tiled else (128, 112, 160)
-  producers = {"warpgroup"} if is_tiled else {"inline", "warpgroup"} if pools else {"inline"}
-  wanted = set(itertools.product(columns, (1, 2), (4, 16), producers))
+  # Of a consumer, in its buffers: of a wide row of float32 numbers half the columns.
+  wide = 64 if size == 2 else 32
+  results = {112: 64 * 112, 128: 2 * 64 * 64, 160: 2 * 64 * 32, 192: 2 * 64 * wide}
+  columns = (128, 160, 192) if is_tiled else (128, 112, 160, 192)
+  producers = ("warpgroup",) if is_tiled else ("inline", "warpgroup")
+  # A warpgroup that copies leaves the others registers for 128 columns, or in pools for more.
+  wanted = {
+    (n, *others, producer) for n, *others, producer in
+    itertools.product(columns, (1, 2), (4, 16), producers)
+    if pools or producer == "inline" or n <= 128
+  }  # fmt: skip
   ours = list(tile_config.candidates(is_tiled, dtype))
   assert len(ours) == len(wanted)
   assert {(c.tile_n, c.cluster_m, c.raster, c.producer) for c in ours} == wanted

@@ -21,6 +21,7 @@ from fp8jax.kernels import smem
 BLOCK = 128  # of K, between promotions
 CONSUMERS = 2  # warpgroups that multiply
 WGMMA_ROWS = 64
+PROMOTED = 64  # columns with a scale each whose sums are promoted together, of tiles cut into such
 # How far the tensor core's sum of 128 products may be off, in the sum of their magnitudes. It keeps
 # about 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2): each of four additions of 32 numbers
 # to what there is cuts 32 numbers 13 bits below the largest. Float32 adds next to nothing.
@@ -86,7 +87,7 @@ def check_sum(add_to, shape: tuple[int, ...], out_dtype):
 def smem_bytes(config: Config, out_dtype) -> int:
   """Shared memory of a program, at most."""
   ring = config.stages * sum(slot_bytes(config).values())
-  columns, slots = epilogue(config)
+  columns, slots = epilogue(config, out_dtype)
   return ring + CONSUMERS * slots * WGMMA_ROWS * columns * jnp.dtype(out_dtype).itemsize + 1024
 
 
@@ -123,10 +124,12 @@ def unit_n(out_dtype) -> int:
   return 128 // jnp.dtype(out_dtype).itemsize
 
 
-def epilogue(config: Config) -> tuple[int, int]:
-  """(columns per store, buffers): swizzles come in multiples of 32 bytes."""
+def epilogue(config: Config, out_dtype) -> tuple[int, int]:
+  """(columns per store, buffers): swizzles come in multiples of 32 bytes. Of a tile whose rows are
+  more than 512 bytes a store has half the columns, so that a ring of four slots fits beside it."""
   n = config.tile_n
-  columns = next((c for c in (64, 32) if n % c == 0), n)
+  is_wide = n * jnp.dtype(out_dtype).itemsize > 512
+  columns = next((c for c in (64, 32)[is_wide:] if n % c == 0), n)
   return columns, 1 if columns == n and n > 64 else 2
 
 
@@ -200,8 +203,8 @@ def plain(is_tiled: bool, out_dtype) -> Config:
   """128x128, also for groups of rows."""
   if is_tiled:
     return Config(stages=5 if jnp.dtype(out_dtype).itemsize == 2 else 4)
-  # Scales per column take registers of which three warpgroups have too few without pools; with
-  # them, and four warps that copied, inline was a fiftieth faster on an H200.
+  # A fiftieth faster on an H200 than a third warpgroup, whose four warps copied then and whose
+  # consumers read the scales of all columns at once.
   return Config(stages=4, producer="inline")
 
 
@@ -286,8 +289,10 @@ def candidates(is_tiled: bool, out_dtype) -> Iterator[Config]:
     # Inline, 160 columns took a tenth longer per column on an H200, 112 columns a third.
     columns, producers = ((128, 160, 192) if pools else (128,)), ("warpgroup",)
   else:
-    columns, producers = (128, 112, 160), ("inline", "warpgroup") if pools else ("inline",)
+    columns, producers = (128, 112, 160, 192), ("inline", "warpgroup")
   for tile_n, producer, cluster_m, raster in itertools.product(columns, producers, (1, 2), (4, 16)):
+    if producer == "warpgroup" and tile_n > BLOCK and not pools:
+      continue
     for stages in (6, 5, 4, 3):
       config = Config(128, tile_n, stages, raster, cluster_m, producer)
       if smem_bytes(config, out_dtype) <= SMEM_BYTES:

@@ -15,9 +15,11 @@
             part a chain of WGMMAs starts from zero and runs over the 128 of K. While it runs, the
             scales are read into registers; then total += partial * (scale of A * scale of B).
             B's scales, one for the columns of each block that the tile touches, are loaded from
-            global memory a round of two steps ahead.
-  release   The consumer arrives at `empty`. It is the other consumer's WGMMA that keeps the tensor
-            core busy while this one promotes.
+            global memory a round of two steps ahead. Where each column has its own, those of the
+            first 64 are read meanwhile and the next 64 as the sums before them are added up: all of
+            them at once would take the registers of wider tiles.
+  release   The consumer arrives at `empty` when it has read the last scales. It is the other
+            consumer's WGMMA that keeps the tensor core busy while this one promotes.
   epilogue  Totals are cast, written to shared memory, and stored by TMA, which clips at M and N.
             The next tile begins at once; a buffer is waited for only when it is needed again.
 
@@ -176,7 +178,7 @@ class Program:
   def memory(self) -> tuple:
     """Allocations, in the order of Shared."""
     c, of = self.config, self.of
-    columns, buffers = tile_config.epilogue(c)
+    columns, buffers = tile_config.epilogue(c, of.d.dtype)
     if c.cluster_m > 1:
       kind = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     else:
@@ -245,11 +247,11 @@ class Program:
     plgpu.copy_gmem_to_smem(of.a_scale.at[kb, at_m], shared.a_scale.at[slot], full)
     if self.per_column:
       b_scale = self.of_group(of.b_scale, row).at[kb, at_n]
-      plgpu.copy_gmem_to_smem(b_scale, self.columns_of(shared, slot), full)
+      plgpu.copy_gmem_to_smem(b_scale, self.columns_of(shared, slot, slice(0, c.tile_n)), full)
 
-  def columns_of(self, shared: Shared, slot):
-    """Scales of the tile's columns."""
-    return shared.b_scale.at[slot, pl.ds(0, self.config.tile_n)]
+  def columns_of(self, shared: Shared, slot, chunk: slice):
+    """Scales of some of the tile's columns."""
+    return shared.b_scale.at[slot, pl.ds(chunk.start, chunk.stop - chunk.start)]
 
   @property
   def unroll(self) -> int:
@@ -261,7 +263,9 @@ class Program:
   def chunks(self) -> list[slice]:
     """Columns of a tile that are promoted together: of one block of B, if it has one scale."""
     n = self.config.tile_n
-    width = n if self.per_column else math.gcd(n, BLOCK)
+    width = math.gcd(n, BLOCK)
+    if self.per_column:
+      width = n if n % tile_config.PROMOTED else tile_config.PROMOTED
     return [slice(start, start + width) for start in range(0, n, width)]
 
   def of_blocks(self, row, column, kb=0):
@@ -370,21 +374,43 @@ class Program:
       partial, of_rows, of_columns, tasks = pl.run_scoped(multiply, acc)
       if part == 0:
         fetched, loaded = tasks
-      if part == len(totals) - 1:
-        plgpu.barrier_arrive(shared.empty.at[slot])
+      is_last = part == len(totals) - 1
       if self.per_column:
-        scale = lax.broadcast_in_dim(of_rows, partial.shape, [0])
-        scales = [scale * lax.broadcast_in_dim(of_columns, partial.shape, [1])]
-      else:
-        shape = total[0].shape
-        scales = [lax.broadcast_in_dim(of_rows * scale, shape, [0]) for scale in of_block]
+        scales = of_rows, of_columns
+        new.append(self.by_column(shared, slot, is_last, total, partial, *scales))
+        continue
+      if is_last:
+        plgpu.barrier_arrive(shared.empty.at[slot])
+      shape = total[0].shape
+      scales = [lax.broadcast_in_dim(of_rows * scale, shape, [0]) for scale in of_block]
       partials = [partial[:, chunk] for chunk in self.chunks]
       new.append(tuple(t + p * scale for t, p, scale in zip(total, partials, scales)))
     return tuple(new), State(self.after(slot), fetched, of_blocks), loaded
 
+  def by_column(self, shared: Shared, slot, is_last: bool, total, partial, of_rows, of_columns):
+    """The total with a partial sum more, whose columns have a scale each.
+
+    Args:
+      is_last: nobody needs the slot after it.
+      of_columns: scales of the first chunk.
+    """
+    new = []
+    for number, (chunk, own) in enumerate(zip(self.chunks, total)):
+      if number:
+        of_columns = plgpu.load(self.columns_of(shared, slot, chunk), layout=_WGMMA.reduce(0))
+      if number == len(total) - 1:
+        # TMA writes there next, and by another path than these loads take.
+        plgpu.commit_smem()
+        if is_last:
+          plgpu.barrier_arrive(shared.empty.at[slot])
+      scale = lax.broadcast_in_dim(of_rows, own.shape, [0])
+      scale = scale * lax.broadcast_in_dim(of_columns, own.shape, [1])
+      new.append(own + partial[:, chunk] * scale)
+    return tuple(new)
+
   def multiply(self, shared: Shared, wg, slot, part: int, fetched, load, acc):
-    """(64 rows and 128 of K of A . B', scales of the rows, scales of the columns if many, (the step
-    that is fetched next, load()))."""
+    """(64 rows and 128 of K of A . B', scales of the rows, scales of the first columns if each has
+    one, (the step that is fetched next, load()))."""
     at = pl.ds(wg * self.rows + part * WGMMA_ROWS, WGMMA_ROWS)
     plgpu.wgmma(acc, shared.a.at[slot, at], shared.b.at[slot].transpose((1, 0)))
     # The tensor core is busy from here to the last line.
@@ -393,15 +419,17 @@ class Program:
     of_rows = plgpu.load(shared.a_scale.at[slot, at], layout=_WGMMA.reduce(1))
     of_columns = None
     if self.per_column:
-      of_columns = plgpu.load(self.columns_of(shared, slot), layout=_WGMMA.reduce(0))
-    # TMA writes there next, and by another path than these loads take.
-    plgpu.commit_smem()
+      first = self.columns_of(shared, slot, self.chunks[0])
+      of_columns = plgpu.load(first, layout=_WGMMA.reduce(0))
+    else:
+      # TMA writes there next, and by another path than these loads take.
+      plgpu.commit_smem()
     # The loads follow the fence: it waits for all loads before it.
     loaded = load() if load is not None else ()
     return acc[...], of_rows, of_columns, (fetched, loaded)
 
   def store(self, shared: Shared, wg, value, part: int, d, at_m, column):
-    columns, buffers = tile_config.epilogue(self.config)
+    columns, buffers = tile_config.epilogue(self.config, self.of.d.dtype)
     # Mosaic forgets where a copy of one swizzled tile begins, if the array has no other beside it:
     # what lies beyond D's only tile of columns would be stored over that.
     per_part = min(self.config.tile_n // columns, pl.cdiv(self.of.d.shape[-1], columns))
