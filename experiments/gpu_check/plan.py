@@ -236,8 +236,6 @@ P2_CONFIGS = {
   "128x192_cluster2_inline": _tile(192, raster=6),
   "128x192_cluster2_warpgroup": _tile(192, producer="warpgroup"),
   "128x160_cluster2_inline": _tile(160, stages=5, raster=6),
-  "128x128_cluster1_inline": _tile(cluster_m=1),
-  "128x128_cluster1_warpgroup": _tile(cluster_m=1, producer="warpgroup"),
 }
 # The products of the 7B at 8,192 tokens, M, N, K. What they are cut into by default, and what the
 # default has to beat. The data gradient of up is the forward product of down, and the reverse.
