@@ -22,7 +22,7 @@ def narrow(x, quant: Quant) -> ScaledMatrix:
   data, scale = oracle.quantize(x, quant.format.name, quant.tile, quant.scale.value)
   rows, cols = (t if t != WHOLE else n for t, n in zip(quant.tile, x.shape))
   data = data.astype(np.float32).astype(quant.format.dtype)
-  return ScaledMatrix(data, scale[::rows, ::cols], quant.tile)  # pyright: ignore  (NumPy's arrays)
+  return ScaledMatrix(data, scale[::rows, ::cols], quant.tile)
 
 
 # Recipes that differ in how scales come about share a program.
