@@ -105,13 +105,18 @@ def test_dot_is_exact_on_lattice_inputs(rng, eqn, sizes, recipe):
     np.testing.assert_array_equal(dw, np.einsum(f"{xs},{ys}->{ws}", wide[0], wide[2]))
 
 
-# Of two tests, whose products are one program where "auto" is the reference.
-NORMAL = (272, 200), (200, 144), (272, 144)
-SMALL_TILES = (80, 72), (72, 56), (80, 56)
+# Of three tests, whose products are one program where "auto" is the reference.
+FIRST, SIZES = EQUATIONS[0]
 
 
-def _normal_shapes(recipe: str):
-  return SMALL_TILES if _has_small_tiles(recipe) else NORMAL
+def _normals(rng, recipe: str):
+  """Operands of the first equation, in the sizes that it has on lattices."""
+  return _operands(rng, FIRST, FEW if _has_small_tiles(recipe) else SIZES, _normal)
+
+
+def _matrices(*tensors):
+  """Their float64 values, the letters B and L as one."""
+  return [t.reshape(-1, t.shape[-1]).astype(np.float64) for t in tensors]
 
 
 NEAREST = [n for n, r in library.RECIPES.items() if r.is_quantized and not r.is_random]
@@ -124,9 +129,13 @@ NEAREST = [n for n, r in library.RECIPES.items() if r.is_quantized and not r.is_
 )
 def test_dot_equals_an_emulation_written_from_the_papers(rng, recipe, matmul):
   """Each GEMM quantises both operands along its own contraction, weights from the master copy."""
-  x, w, g = (_normal(rng, *shape) for shape in _normal_shapes(recipe))
-  x[5, 7], w[11, 13], g[17, 19] = 300.0, -40.0, 1e3  # outliers, in different tiles each way
-  y, dx, dw = _all_gemms("TD,DF->TF", x, w, g, _site(recipe, x, w, g, matmul))
+  x, w, g = _normals(rng, recipe)
+  # Outliers, in different tiles each way.
+  x[0, 5, 7], w[11, 13], g[0, 17, 19] = 300.0, -40.0, 1e3
+  y, dx, dw = _matrices(
+    *map(np.asarray, _all_gemms(FIRST, x, w, g, _site(recipe, x, w, g, matmul)))
+  )
+  x, w, g = _matrices(x, w, g)
 
   def narrow(t, quant):
     if quant is None:
@@ -161,9 +170,9 @@ def test_wide_activations_are_multiplied_in_e5m2(rng):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_dot_error_is_within_its_formats_budget(rng, recipe):
-  x, w, g = (_normal(rng, *shape) for shape in _normal_shapes(recipe))
-  got = _all_gemms("TD,DF->TF", x, w, g, _site(recipe, x, w, g))
-  wide = [t.astype(np.float64) for t in (x, w, g)]
+  x, w, g = _normals(rng, recipe)
+  got = _matrices(*map(np.asarray, _all_gemms(FIRST, x, w, g, _site(recipe, x, w, g))))
+  wide = _matrices(x, w, g)
   want = wide[0] @ wide[1], wide[2] @ wide[1].T, wide[0].T @ wide[2]
   value = library.RECIPES[recipe]
   for result, exact, gemm in zip(got, want, (value.fwd, value.dgrad, value.wgrad)):
@@ -206,10 +215,16 @@ def _letters(a_ndim, b_ndim, numbers):
   return "".join(a), "".join(b), "".join(y)
 
 
+# Two of them in blocks, the others with one scale per tensor, which compiles in half the time.
 @pytest.mark.parametrize(
-  "recipe", ["block_128", pytest.param("tensor_current", marks=pytest.mark.slow)]
+  "lhs, rhs, numbers, recipe",
+  [
+    pytest.param(*case, recipe, marks=[pytest.mark.slow] * ((i % 3 > 0 or i == 0) == is_block))
+    for i, case in enumerate(DIMENSIONS)
+    for is_block, recipe in enumerate(("tensor_current", "block_128"))
+  ],
+  ids=str,
 )
-@pytest.mark.parametrize("lhs, rhs, numbers", DIMENSIONS, ids=str)
 def test_dot_general_agrees_with_numpy_by_letters(rng, lhs, rhs, numbers, recipe):
   a, b = lattice(rng, *lhs), lattice(rng, *rhs)
   a[..., -1], b[..., -1] = 7, 7  # dimensions are transposed: plant along every axis
@@ -260,7 +275,7 @@ def test_dot_dtypes_follow_their_operands(rng):
 
 def test_dot_weight_gradient_is_accumulated_wide(rng):
   """With bfloat16 activations, a float32 master gets more than bfloat16 of gradient."""
-  x = jnp.asarray(_normal(rng, 256, 16), jnp.bfloat16)
+  x = jnp.asarray(_normal(rng, 64, 16), jnp.bfloat16)
   w = jnp.asarray(_normal(rng, 16, 16))
   # One recipe for every kind of weight gradient.
   for recipe in {library.RECIPES[name].wgrad: name for name in RECIPES}.values():

@@ -101,8 +101,9 @@ def test_checkpoint_restores_onto_another_mesh(rng, tmp_path):
 
 def test_a_restored_state_takes_the_program_of_a_fresh_one(rng, tmp_path):
   """On one device: the cache of compiled programs then serves a run that goes on."""
-  spec = harness.one_layer_spec(**SCHEDULE)
-  state, batch = train_step.make_state(spec), harness.weighted_batch(rng)
+  spec, step = _scheduled("stop").spec, _scheduled("stop").step_fn
+  state = train_step.make_state(spec)
+  batch = _scheduled("stop").spread.place(harness.weighted_batch(rng))
   saved = checkpoint.Checkpoints(str(tmp_path))
   iterator = loader.train_batches(spec.data, harness.ONE_LAYER_BATCH)
   saved.save(2, state, iterator, {})
@@ -110,7 +111,6 @@ def test_a_restored_state_takes_the_program_of_a_fresh_one(rng, tmp_path):
   restored = saved.restore(2, train_step.abstract_state(spec))
   saved.close()
   iterator.close()
-  step = train_step.make_step(spec)
   fresh, again = (step.lower(s, batch, spec.sites()).as_text() for s in (state, restored))
   assert fresh == again
 
@@ -197,21 +197,27 @@ def test_decay_and_moments_follow_the_declarations(rng):
   assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(state.opt))
 
 
-# Of three tests, whose step is one program.
+# Of four tests, whose step is one program.
 SCHEDULE = {
   "steps": 20, "optim.warmup_steps": 4, "optim.decay_steps": 4, "optim.peak_lr": 1e-4,
   "optim.min_lr": 1e-5,
 }  # fmt: skip
 
 
+@functools.cache
+def _scheduled(policy):
+  """Traced once for all tests."""
+  return harness.Runner(harness.one_layer_spec(**SCHEDULE, **{"optim.on_nonfinite": policy}))
+
+
 def test_learning_rate_follows_the_schedule(rng):
   """Warm up over 4 steps, hold, cosine to min_lr over the last 4 (InfiR2's WSD)."""
   peak, low = 1e-4, 1e-5
-  spec = harness.one_layer_spec(**SCHEDULE)
-  state, step, rates = train_step.make_state(spec), train_step.make_step(spec), []
+  runner, rates = _scheduled("stop"), []
+  state = train_step.make_state(runner.spec)
   for _ in range(20):
-    state, values = step(state, harness.weighted_batch(rng), spec.sites())
-    rates.append(float(values["learning_rate"]))
+    state, values = runner.step(state, harness.weighted_batch(rng))
+    rates.append(values["learning_rate"])
   np.testing.assert_allclose(rates[:4], peak * np.arange(4) / 4, rtol=1e-6)
   np.testing.assert_allclose(rates[4:17], peak, rtol=1e-6)
   tail = [low + (peak - low) * 0.5 * (1 + np.cos(np.pi * k / 4)) for k in range(4)]
@@ -220,9 +226,7 @@ def test_learning_rate_follows_the_schedule(rng):
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_non_finite_step_changes_nothing_and_halts_or_counts(rng, policy):
-  changes = SCHEDULE | {"optim.on_nonfinite": policy}
-  runner = harness.Runner(harness.one_layer_spec(**changes))
-  host = harness.weighted_batch(rng)
+  runner, host = _scheduled(policy), harness.weighted_batch(rng)
   _, state = runner.run([host] * 2)
   good = jax.tree.map(np.array, (state.params, state.opt))
   bad = dict(host, weights_BL=np.full_like(host["weights_BL"], np.nan))
@@ -248,7 +252,7 @@ def test_non_finite_step_changes_nothing_and_halts_or_counts(rng, policy):
 )
 def test_first_bad_site_is_named(rng, path, layer, message):
   spec = harness.one_layer_spec(**{"model.num_layers": 2, "grad_accum_steps": 2})
-  flat = params_lib.flatten(jax.tree.map(np.array, train_step.make_state(spec).params))
+  flat = params_lib.flatten(jax.tree.map(np.array, harness.init_params(spec.model)))
   flat[path][layer] = np.nan
   poisoned = jax.tree.map(jnp.asarray, params_lib.unflatten(flat))
   found = nonfinite.report(spec, poisoned, harness.weighted_batch(rng, (2,)))
@@ -274,7 +278,7 @@ def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulatio
   changes = {"model.unit_scaling": scaling, "optim.grad_clip_norm": 0.0}
   spec = harness.one_layer_spec(grad_accum_steps=accumulation, **changes)
   batch = harness.weighted_batch(rng, (2,) if accumulation == 2 else ())
-  params = train_step.make_state(spec).params
+  params = harness.init_params(spec.model)
   whole = {
     k: v.reshape(harness.ONE_LAYER_BATCH, harness.ONE_LAYER_LENGTH) for k, v in batch.items()
   }
@@ -323,7 +327,7 @@ def test_an_infinity_that_fp8_hides_skips_the_step_with_all_that_it_would_change
 
 
 def test_norms_of_a_step_are_those_of_its_parameters(rng):
-  runner, host = harness.Runner(harness.one_layer_spec(**SCHEDULE)), harness.weighted_batch(rng)
+  runner, host = _scheduled("stop"), harness.weighted_batch(rng)
   _, state = runner.run([host] * 4)  # the rate is then the highest
   before = jax.tree.map(lambda x: np.array(x, np.float64), state.params)
   state, values = runner.step(state, host)
@@ -342,7 +346,7 @@ def test_undifferentiated_loss_is_summed_over_the_mesh(rng):
   batch, losses = harness.weighted_batch(rng), []
   for devices in (1, 2):
     spec = harness.one_layer_spec(devices=devices)
-    params = train_step.make_state(spec).params
+    params = harness.init_params(spec.model)
     loss = jax.jit(
       lambda p, b, spec=spec: transformer.loss(p, spec.sites(), b, spec.model, spec.run)
     )
