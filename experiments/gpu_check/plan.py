@@ -122,6 +122,7 @@ def _gemm_families(is_dry: bool) -> dict[str, dict[str, Any]]:
     "gemm_add_to": _products("gemm_add_to", shapes[:1], [
       *both(None), ("wgrad/cluster2", "wgrad", {**INLINE, "cluster_m": 2}),
       ("wgrad/warpgroup", "wgrad", {**WARPGROUP, "tile_n": 160, "stages": 3}),
+      ("wgrad/192", "wgrad", {**INLINE, "tile_n": 192, "cluster_m": 2}),
     ]),
     # A layer of a stack: B of the forward product, the sum of the weight gradient.
     "gemm_layers": _products("gemm_layers", shapes[:1], [
@@ -233,7 +234,6 @@ P2_CONFIGS = {
   "128x128_cluster2_warpgroup": _tile(producer="warpgroup"),
   "128x128_cluster2_inline": _tile(),
   "128x160_cluster2_warpgroup": _tile(160, stages=3, producer="warpgroup"),
-  "128x192_cluster2_inline": _tile(192, raster=6),
   "128x192_cluster2_warpgroup": _tile(192, producer="warpgroup"),
   "128x160_cluster2_inline": _tile(160, stages=5, raster=6),
 }

@@ -15,6 +15,7 @@ CONFIGS = [
   Config(stages=3, cluster_m=2),
   Config(tile_n=192, stages=3, cluster_m=2),
   Config(tile_n=160, stages=4),
+  Config(tile_m=256, stages=2),
 ]
 # Rows and columns of the prologues' operands, which fill no tile.
 PROLOGUE = (141, 271)

@@ -15,6 +15,7 @@ import matmul_suite as suite
 import numpy as np
 import pytest
 import shapes
+from jax.extend import core as jex_core
 from lattice import lattice
 
 from fp8jax.errors import UserError
@@ -187,6 +188,30 @@ def test_nothing_is_stored_beyond_the_only_tile_of_columns(rng, n, dtype, stores
     multiply = functools.partial(multiply, add_to=jnp.zeros((136, n)))
   text = str(jax.make_jaxpr(multiply)(*operands))
   assert len(re.findall(r"copy_smem_to_gmem\b", text)) == stores
+
+
+def _names(jaxpr):
+  for eqn in jaxpr.eqns:
+    yield eqn.primitive.name
+    for inner in jex_core.jaxprs_in_params(eqn.params):
+      yield from _names(inner)
+
+
+@pytest.mark.parametrize("config, loads", [
+  (Config(tile_n=192, stages=4, producer="inline"), 2), (Config(tile_n=128, stages=3), 1),
+  (Config(tile_n=160, stages=3, producer="inline"), 0),
+])  # fmt: skip
+def test_a_slot_is_free_after_its_last_scales(rng, config, loads):
+  """Between the tensor core's sums and the arrival; a GPU alone shows what TMA writes too early."""
+  a, b = _operands(rng, GEMMS["block_128-wgrad"], 256, 384, 256)[2:]
+  multiply = functools.partial(mosaic_sm90_lib.matmul, out_dtype=jnp.float32, config=config)
+  names = list(_names(jax.make_jaxpr(multiply)(a, b).jaxpr))
+  first, *_ = (n for n, name in enumerate(names) if name == "wgmma_accumulator_deref")
+  after = names[first:]
+  after = after[: after.index("barrier_arrive")]
+  kept = [name for name in after if name in ("load", "commit_smem")]
+  assert kept == ["load"] * loads + ["commit_smem"] * bool(loads)
+  assert "commit_smem" in (names[:first] if not loads else after)
 
 
 @pytest.mark.parametrize("producer", ["warpgroup", "inline"])

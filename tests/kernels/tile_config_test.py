@@ -46,7 +46,7 @@ def pools(monkeypatch, request):
 @pytest.mark.parametrize(
   "product, m, n, tiles, clocks",
   [
-    # InfiR2's: 120 tiles for 144, 132 for 192, and 133 for 196 would be one too many.
+    # InfiR2's: one wave of 120 tiles, not of 144; of 132, not of 192; 133 would be one too many.
     ("wgrad", 1536, 1536, (160, 160), 736),
     ("wgrad", 1536, 2048, (192, 192), 832),
     ("wgrad", 896, 3584, (112, 112), 2 * 592),

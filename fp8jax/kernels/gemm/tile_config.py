@@ -21,7 +21,8 @@ from fp8jax.kernels import smem
 BLOCK = 128  # of K, between promotions
 CONSUMERS = 2  # warpgroups that multiply
 WGMMA_ROWS = 64
-PROMOTED = 64  # columns with a scale each whose sums are promoted together, of tiles cut into such
+# Of columns with a scale each, so many at a time have it in registers, where those are few.
+PROMOTED = 64
 # How far the tensor core's sum of 128 products may be off, in the sum of their magnitudes. It keeps
 # about 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2): each of four additions of 32 numbers
 # to what there is cuts 32 numbers 13 bits below the largest. Float32 adds next to nothing.
@@ -282,8 +283,8 @@ def store(mnk, is_tiled: bool, out_dtype, config, provenance: dict[str, Any]):
 
 
 def candidates(is_tiled: bool, out_dtype) -> Iterator[Config]:
-  """Configurations worth trying, with as many stages as fit, none of which spills: see
-  tests/golden/kernel_resources.json. 256 rows spill everywhere."""
+  """Configurations worth trying, with as many stages as fit, none of which spills, weight gradients
+  in float32: see tests/golden/kernel_resources.json. 256 rows spill everywhere."""
   pools = has_register_pools()
   if is_tiled:
     # Inline, 160 columns took a tenth longer per column on an H200, 112 columns a third.

@@ -15,9 +15,9 @@
             part a chain of WGMMAs starts from zero and runs over the 128 of K. While it runs, the
             scales are read into registers; then total += partial * (scale of A * scale of B).
             B's scales, one for the columns of each block that the tile touches, are loaded from
-            global memory a round of two steps ahead. Where each column has its own, those of the
-            first 64 are read meanwhile and the next 64 as the sums before them are added up: all of
-            them at once would take the registers of wider tiles.
+            global memory a round of two steps ahead. Where each column has its own and registers
+            are few (`chunks`), those of 64 columns are read meanwhile, and the next 64 as the sums
+            before them are added up.
   release   The consumer arrives at `empty` when it has read the last scales. It is the other
             consumer's WGMMA that keeps the tensor core busy while this one promotes.
   epilogue  Totals are cast, written to shared memory, and stored by TMA, which clips at M and N.
@@ -260,12 +260,21 @@ class Program:
     return 1 if self.per_column else 2
 
   @property
+  def ahead(self) -> int:
+    """Steps between what a consumer fetches and what it multiplies. A slot that is released late,
+    among the sums of its step, is asked for a step later."""
+    is_late = self.per_column and len(self.chunks) > 1
+    return max(self.config.stages - 1 - is_late, 1)
+
+  @property
   def chunks(self) -> list[slice]:
     """Columns of a tile that are promoted together: of one block of B, if it has one scale."""
-    n = self.config.tile_n
-    width = math.gcd(n, BLOCK)
-    if self.per_column:
-      width = n if n % tile_config.PROMOTED else tile_config.PROMOTED
+    n, width = self.config.tile_n, tile_config.PROMOTED
+    is_whole = n <= BLOCK and self.config.producer == "inline"  # there are registers for all
+    if not self.per_column:
+      width = math.gcd(n, BLOCK)
+    elif n % width or is_whole:
+      width = n
     return [slice(start, start + width) for start in range(0, n, width)]
 
   def of_blocks(self, row, column, kb=0):
@@ -305,7 +314,7 @@ class Program:
     fetched = None
     if c.producer == "inline":
       fetched = Step(jnp.int32(0), jnp.int32(0), jnp.int32(0), *self.place(0))
-      for _ in range(c.stages - 1):
+      for _ in range(self.ahead):
         fetched = self.fetch_inline(shared, wg, fetched)
     state = State(jnp.int32(0), fetched, self.of_blocks(*self.place(0)))
     one_tile = functools.partial(self.one_tile, shared, wg)
@@ -398,11 +407,10 @@ class Program:
     for number, (chunk, own) in enumerate(zip(self.chunks, total)):
       if number:
         of_columns = plgpu.load(self.columns_of(shared, slot, chunk), layout=_WGMMA.reduce(0))
-      if number == len(total) - 1:
-        # TMA writes there next, and by another path than these loads take.
-        plgpu.commit_smem()
-        if is_last:
-          plgpu.barrier_arrive(shared.empty.at[slot])
+      if is_last and number == len(total) - 1:
+        if number:
+          plgpu.commit_smem()  # as in `multiply`
+        plgpu.barrier_arrive(shared.empty.at[slot])
       scale = lax.broadcast_in_dim(of_rows, own.shape, [0])
       scale = scale * lax.broadcast_in_dim(of_columns, own.shape, [1])
       new.append(own + partial[:, chunk] * scale)
@@ -421,7 +429,7 @@ class Program:
     if self.per_column:
       first = self.columns_of(shared, slot, self.chunks[0])
       of_columns = plgpu.load(first, layout=_WGMMA.reduce(0))
-    else:
+    if not self.per_column or len(self.chunks) == 1:
       # TMA writes there next, and by another path than these loads take.
       plgpu.commit_smem()
     # The loads follow the fence: it waits for all loads before it.
