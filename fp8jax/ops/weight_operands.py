@@ -55,9 +55,8 @@ def reason_against(spec: GemmSpec, w, site) -> str | None:
   quants = [spec.quant(role) for role in ROLES]
   if None in quants:
     return "not quantized in both of its products"
-  split = (collectives.extra_axes(spec.layout, letter) for letter in spec.letters.w)
-  is_gathered = any(spec.layout.size(over) > 1 for over in split)
-  if isinstance(w, StoredMatrix) and not is_gathered:
+  over = tuple(a for c in spec.letters.w for a in collectives.extra_axes(spec.layout, c))
+  if isinstance(w, StoredMatrix) and spec.layout.size(over) == 1:
     return "it is stored in the codes that its products multiply"
   rows = [spec.rows_rotation(role) for role in ROLES]
   if any(q and q.is_random for q in quants) or any(r and r.signs == "fresh" for r in rows):
