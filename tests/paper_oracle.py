@@ -75,7 +75,7 @@ def largest(q: Quant) -> float:
 
 
 def one_scale(tile, q: Quant, tensor_amax, given=None):
-  """The candidates of a tile's scale, in float32: (all of it, its E4M3 number if it has one)."""
+  """The candidates of a tile's scale, in float32: (all of it, what is above its E4M3 number)."""
   amax = F32(np.abs(tile).max())
   times = (1.0,)
   if isinstance(q.clip, LeastError):
@@ -104,7 +104,7 @@ def _scale_of(amax, q: Quant, tensor_amax):
     encode = F32(top * largest(q)) / F32(F32(tensor_amax) * F32(room))
     s8 = oracle.cast(amax * F32(encode * F32(1 / largest(q))), "e4m3").astype(F32)
     s8, decode = max(s8, F32(2.0**-9)), F32(1) / encode
-    return s8 * decode, s8
+    return s8 * decode, decode
   margin = getattr(q.source, "margin", 0)
   if q.scale is Scale.GAUDI2:
     amax = np.float64(amax) * 2.0**margin
@@ -191,8 +191,8 @@ def on_grid(x, q: Quant, how: Rounding):
 
 @dataclasses.dataclass
 class Made:
-  """An operand [rows, K] in float64, rotated: what is multiplied, t / scale, the codes and scales,
-  and how far elements may be from these."""
+  """An operand [rows, K] in float64, rotated: what is multiplied, t / scale in float32, the codes
+  and scales, and how far elements may be from these."""
 
   values: np.ndarray
   scaled: np.ndarray | None = None
@@ -207,31 +207,32 @@ def narrow(t, q: Quant | None, rows: Hadamard | None = None, given=None) -> Made
   t = clamp(np.asarray(rotated(np.asarray(t, F32), rows, 0), F32), q)
   t = np.asarray(rotated(t, q.transform), F32)
   extents = [n if e == WHOLE else e for n, e in zip(t.shape, q.tile)]
-  codes, scale, s8, slack = (np.zeros(t.shape) for _ in range(4))
+  codes, scale, decode, slack = (np.zeros(t.shape) for _ in range(4))
   for r in range(0, t.shape[0], extents[0]):
     for c in range(0, t.shape[1], extents[1]):
       part, best = (slice(r, r + extents[0]), slice(c, c + extents[1])), None
       candidates = one_scale(t[part], q, np.abs(t).max(), given)
-      for of_tile, eighth in candidates if len(candidates) > 1 else ():
+      for of_tile, above in candidates if len(candidates) > 1 else ():
         x = on_grid(t[part] * (F32(1) / of_tile), q, Rounding.NEAREST)[0] * np.float64(of_tile)
         error = np.sum((x - t[part]) ** 2)
         # "less" by more than a rounding, as LeastError says
         if best is None or error < best[0] * (1 - 2.0**-12):
-          best = error, (of_tile, eighth)
-      of_tile, eighth = best[1] if best else candidates[0]
+          best = error, (of_tile, above)
+      of_tile, above = best[1] if best else candidates[0]
       x = t[part] * (F32(1) / of_tile)
       how = Rounding.NEAREST if q.rounding is Rounding.EDEN else q.rounding
       codes[part], slack[part] = on_grid(x, q, how)
-      scale[part], s8[part] = of_tile, eighth or 0
+      scale[part], decode[part] = of_tile, above or 0
   if q.rounding is Rounding.EDEN:
-    scale = unbiased(t, codes, scale, s8, q)
-  return Made(codes * scale, t / scale, codes, scale, slack * scale)
+    scale = unbiased(t, codes, scale, decode.astype(F32), q)
+  scaled = t * (F32(1) / scale.astype(F32))  # as it is rounded: a slope has a pole
+  return Made(codes * scale, scaled.astype(np.float64), codes, scale, slack * scale)
 
 
-def unbiased(t, codes, scale, s8, q: Quant):
+def unbiased(t, codes, scale, decode, q: Quant):
   """MS-EDEN: E4M3 scales of a block times <x, x> / <x, rounded x>, rounded by the draws."""
   blocks = (t.shape[0], -1, q.rotation.size)
-  decode = (scale / s8).astype(F32)
+  s8 = oracle.cast((scale / decode).astype(F32), "e4m3").astype(np.float64)
   wide = (t * (F32(1) / scale.astype(F32))).astype(np.float64) * s8
   of_x, of_both = ((wide * y).reshape(blocks).sum(2) for y in (wide, codes * s8))
   factor = np.where((of_both > 0) & (of_x > 0), of_x / np.where(of_both > 0, of_both, 1), 1)

@@ -13,7 +13,6 @@ from fp8jax.compiled.memory import MemoryRow
 from fp8jax.generation import aot as generation_aot
 from fp8jax.generation import batching, capacity
 from fp8jax.generation.settings import VALUES, Generate
-from fp8jax.optim import storage
 from fp8jax.rl import scoring
 from fp8jax.rl.settings import REWARD, RL
 from fp8jax.run import provenance
@@ -64,9 +63,6 @@ def _once(spec: train_spec.TrainSpec, peak: int) -> list[str]:
     peak: bytes per device of the step as it is.
   """
   if quantized_once.is_on(spec) or spec.run.is_invariant or spec.grad_accum_steps == 1:
-    return []
-  lora = spec.model.lora
-  if lora is not None and storage.is_in_codes(storage.FROZEN[lora.base]):  # they are there already
     return []
   account = quantized_once.account(spec)
   if not account.names:

@@ -37,7 +37,7 @@ SMALL = {
 
 
 def _spec(recipe="block_128", **changes):
-  return tiny_spec(tiny_config(recipe, **SMALL, **changes))
+  return tiny_spec(tiny_config(recipe, **SMALL | changes))
 
 
 def _weights(spec):
@@ -57,14 +57,18 @@ def _logits(spec, params):
   )
 
 
-# Recipe and storage of a base in codes: tiles of 128x128, HALO's of rotated weights.
-IN_CODES = pytest.mark.parametrize(
-  "recipe, base", [("block_128", "block_fp8"), ("halo_int8_2_hq", "int8_h64")]
-)
+# Recipe of a base in codes and the bytes of a code: tiles of 128x128; or one scale, of the rotated
+# weight in INT8 and E3M2, and of the plain one.
+IN_CODES = {
+  "block_fp8": ("block_128", ml_dtypes.float8_e4m3fn),
+  "int8_h64": ("halo_int8_2_hq", np.int8),
+  "e3m2_h64": ("halo_fp6_1_hq", ml_dtypes.float8_e4m3fn),
+  "e4m3": ("halo_fp8_0", ml_dtypes.float8_e4m3fn),
+}
 
 
 @pytest.mark.slow
-@IN_CODES
+@pytest.mark.parametrize("recipe, base", [(IN_CODES[b][0], b) for b in ("block_fp8", "int8_h64")])
 def test_step_0_is_the_base_to_the_bit(recipe, base):
   plain, spec = _spec(recipe), _spec(recipe, **RANK, **{"model.lora.base": base})
   want = _logits(plain, train_step.make_state(plain, _weights(plain)).params)
@@ -102,12 +106,23 @@ def assert_close(got, want):
   assert np.abs(np.asarray(got) - want).max() < 1e-4 * np.abs(want).max()
 
 
+def _on_two(saved, recipe, changes):
+  """Parameters of a checkpoint of step 2, split over two devices: all inputs, or all outputs."""
+  shape = (1, 1, 2) if recipe == "block_128" else (1, 2, 1)
+  changes = SMALL | changes | {"global_batch": 2, "eval.batch": 2}
+  spec = tiny_spec(tiny_config(recipe, **changes), shape)
+  return saved.restore(2, train_step.abstract_state(spec, 2)).params
+
+
 @pytest.mark.slow
-@IN_CODES
+@pytest.mark.parametrize("base", IN_CODES)
 def test_frozen_parameters_have_no_state_and_never_move_and_a_resumed_run_is_bitwise(
-  tmp_path, recipe, base
+  tmp_path, base
 ):
-  spec = _spec(recipe, **RANK, **{"model.lora.base": base})
+  """On one device, to the bit; what is restored onto two, of half of each weight, is the same."""
+  (recipe, dtype), changes = IN_CODES[base], RANK | {"model.lora.base": base}
+  changes["model.num_kv_heads"] = 2
+  spec = _spec(recipe, **changes)
   runner, host = harness.Runner(spec), [_host()] * 4
   state = train_step.make_state(spec, _weights(spec))
   declared = params_lib.flatten(spec.declaration)
@@ -118,19 +133,23 @@ def test_frozen_parameters_have_no_state_and_never_move_and_a_resumed_run_is_bit
     assert p.trainable == is_moved and bool(jax.tree.leaves(opt)) == is_moved
     stored = before[path]
     if path.startswith("layers/") and p.inputs and not is_moved:
-      dtype = np.int8 if base == "int8_h64" else ml_dtypes.float8_e4m3fn
       assert isinstance(stored, StoredMatrix) and stored.data.dtype == dtype
       shape = params_lib.shape(p, spec.model.dims)
       assert stored.data.nbytes == math.prod(shape)
-      assert base != "int8_h64" or stored.scale.nbytes == 4 * shape[0]  # one per layer
+      assert base == "block_fp8" or stored.scale.nbytes == 4 * shape[0]  # one per layer
   _, whole = runner.run(host, jax.tree.map(jnp.copy, state))
   _, half = runner.run(host[:2], state)
+  kept = jax.tree.map(np.asarray, half.params)
   saved = checkpoint.Checkpoints(str(tmp_path))
   saved.save(2, half, iter(grain.MapDataset.range(4).to_iter_dataset()), {})
   saved.wait()
   _, resumed = runner.run(host[2:], saved.restore(2, train_step.abstract_state(spec, 2)))
-  saved.close()
   jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+  for path, w in params_lib.flatten(_on_two(saved, recipe, changes)).items():
+    jax.tree.map(np.testing.assert_array_equal, w, params_lib.flatten(kept)[path])
+    if isinstance(w, StoredMatrix):
+      assert w.data.addressable_shards[1].data.size == w.data.size // 2
+  saved.close()
   after = jax.tree.map(np.asarray, params_lib.flatten(whole.params))
   for path in declared:
     same = jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y), before[path], after[path]))

@@ -142,9 +142,7 @@ def test_drawn_recipes_are_their_arithmetic(seed, monkeypatch):
   site = dataclasses.replace(site, tap=np.zeros((3, 1), F32))
   given = given_amaxes(recipe, amaxes)
   got = products(site, x, w, g)
-  estimators = (None, recipe.estimate_x, recipe.estimate_w)
   wants = products_and_slack(recipe, x, w, g, backend, given)
-  for name, one, (want, slack), estimator in zip("y dx dw".split(), got, wants, estimators):
-    bound = 2 * tolerances.FLOAT32_SUM * np.abs(want).max()
-    bound = bound * (20 if isinstance(estimator, Differentiable) else 1) + slack
+  for name, one, (want, slack) in zip("y dx dw".split(), got, wants):
+    bound = 2 * tolerances.FLOAT32_SUM * np.abs(want).max() + slack
     assert np.all(np.abs(one - want) <= bound), f"{name} of {recipe.to_dict()} by {backend}"
