@@ -9,8 +9,8 @@ in tiles it reads each weight once: all layers in one call on one device, a shar
 mesh.
 
 A weight of a layer whose operand differs from one microbatch to the next, or that something else
-than its products reads, or that is stored in codes and gathered from nowhere, stays "by product",
-as the trainer's first lines say (`reasons`). So do adapters and the head.
+than its products reads, stays "by product", as the trainer's first lines say (`reasons`). So do
+adapters and the head.
 """
 
 import dataclasses
@@ -39,25 +39,18 @@ from fp8jax.ops.site import ScalingInputs, Site
 from fp8jax.ops.stored_params import WeightOperands
 from fp8jax.quantization import tensor_stats
 from fp8jax.quantization.scaled_matrix import Entry
-from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import WHOLE, Quant
 
 ROLES = (Role.W_FWD, Role.W_DGRAD)
 
 
-def reason_against(spec: GemmSpec, w, site) -> str | None:
-  """Why the operands of a product's weight, as it is stored, are not made once per step; or None.
-
-  Codes of a frozen weight are made once more only where devices have to gather them.
-  """
+def reason_against(spec: GemmSpec, site) -> str | None:
+  """Why the operands of a product's weight cannot be made once per step; None if they can."""
   if type(site) is not Site:
     return "its site has a product of its own"
   quants = [spec.quant(role) for role in ROLES]
   if None in quants:
     return "not quantized in both of its products"
-  over = tuple(a for c in spec.letters.w for a in collectives.extra_axes(spec.layout, c))
-  if isinstance(w, StoredMatrix) and spec.layout.size(over) == 1:
-    return "it is stored in the codes that its products multiply"
   rows = [spec.rows_rotation(role) for role in ROLES]
   if any(q and q.is_random for q in quants) or any(r and r.signs == "fresh" for r in rows):
     return "rounded at random in each microbatch"
@@ -79,7 +72,7 @@ def reasons(
     for site in read:
       name = site.name
       spec = of_layer(ws[name], sites[name], site.eqn, tokens, dtype)
-      of_input[name] = reason_against(spec, ws[name], sites[name])
+      of_input[name] = reason_against(spec, sites[name])
     shared = [name for name in of_input if joint.is_joint(sites[name])]
     if any(of_input[name] for name in shared):
       why = "it shares a scale with a weight that is quantized by product"

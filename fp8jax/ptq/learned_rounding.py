@@ -87,11 +87,11 @@ def _learn(w_NK, moments: Moments, quant: Quant, steps: int):
     loss, slope = loss_and_slope(codes)
     is_less = loss < least * _LESS
     best = jnp.where(is_less[:, None], codes, best)
-    least = jnp.where(is_less, loss, least)
-    return (best, least, slope, offset, state), jnp.sum(least)
+    before, least = least, jnp.where(is_less, loss, least)
+    # Summed in one place: another would add up in another order.
+    return (best, least, slope, offset, state), jnp.sum(before)
 
   carry = (nearest, first, slope, offset, optimizer.init(offset))
-  (best, *_), losses = jax.lax.scan(one, carry, length=steps)
-  # The first is summed outside the loop, perhaps in another order: an ulp more is no rise.
-  losses = jax.lax.cummin(jnp.concatenate([jnp.sum(first)[None], losses]))
+  # Once more for the last sum: the rate is 0 there, and the codes are those of the step before.
+  (best, *_), losses = jax.lax.scan(one, carry, length=steps + 1)
   return best.astype(quant.format.dtype), scale, losses

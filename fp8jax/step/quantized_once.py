@@ -19,7 +19,6 @@ from fp8jax.models.mixer import GemmSite, Mixer
 from fp8jax.ops import stored_params, weight_operands
 from fp8jax.ops.gemm_spec import GemmSpec
 from fp8jax.ops.stored_params import WeightOperands
-from fp8jax.optim import update
 from fp8jax.quantization import scaled_matrix
 from fp8jax.quantization.scaled_matrix import Entry
 from fp8jax.recipe.quant import Quant
@@ -119,13 +118,11 @@ def account(spec, phase: int = 0) -> Account:
   names, against, arrays = [], {}, []
   tokens = {"B": spec.microbatch, "L": spec.data.seq_len}
   params = params_lib.abstract(spec.declaration, spec.model.dims, spec.run.layout)
-  stored = lambda leaf, param: update.abstract(leaf, param)[1]  # noqa: E731
   mixers = transformer.mixers(spec.model)
   for of_run, mixer in (
     (run, mixer) for run in spec.sites(phase=phase)["layers"] for mixer in mixers
   ):
-    ws = jax.tree.map(stored, spec.leaves["layers"][mixer.key], params["layers"][mixer.key])
-    sites, once = of_run[mixer.key], declared(spec, mixer)
+    ws, sites, once = params["layers"][mixer.key], of_run[mixer.key], declared(spec, mixer)
     why = {site.name: "multiplied by channel scales first" for site in mixer.sites}
     why |= weight_operands.reasons(once, ws, sites, tokens, spec.run.dtype)
     for own in mixer.sites:

@@ -195,7 +195,7 @@ def test_the_job_says_on_stderr_what_it_returns_and_writes(tmp_path, capsys, mon
 @pytest.mark.parametrize("changes, is_said", [
   ({"grad_accum_steps": 2}, True), ({"memory.weight_operands": "per_step"}, False),
   ({"precision.invariant": True, "memory.remat_policy": "full"}, False), ({}, False),
-  ({"grad_accum_steps": 2, "model.lora.rank": 4}, False),
+  ({"grad_accum_steps": 2, "model.lora.rank": 4}, True),
   ({"grad_accum_steps": 2, "model.lora.rank": 4, "model.lora.base": "bf16"}, True),
 ])  # fmt: skip
 def test_the_price_of_quantizing_weights_once_is_said_where_it_is_not_done(

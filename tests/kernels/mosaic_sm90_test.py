@@ -197,12 +197,14 @@ def _names(jaxpr):
       yield from _names(inner)
 
 
-@pytest.mark.parametrize("config, loads", [
-  (Config(tile_n=192, stages=4, producer="inline"), 2), (Config(tile_n=128, stages=3), 1),
-  (Config(tile_n=160, stages=3, producer="inline"), 0),
+@pytest.mark.parametrize("config, loads, fetches", [
+  (Config(tile_n=192, stages=4, producer="inline"), 2, 3),
+  (Config(tile_n=128, stages=3), 1, 1),
+  (Config(tile_n=160, stages=3, producer="inline"), 0, 3),
 ])  # fmt: skip
-def test_a_slot_is_free_after_its_last_scales(rng, config, loads):
-  """Between the tensor core's sums and the arrival; a GPU alone shows what TMA writes too early."""
+def test_a_slot_is_free_after_its_last_scales(rng, config, loads, fetches):
+  """Between the tensor core's sums and the arrival; a GPU alone shows what TMA writes too early.
+  A consumer that copies is two steps ahead, of four slots if they are released so late."""
   a, b = _operands(rng, GEMMS["block_128-wgrad"], 256, 384, 256)[2:]
   multiply = functools.partial(mosaic_sm90_lib.matmul, out_dtype=jnp.float32, config=config)
   names = list(_names(jax.make_jaxpr(multiply)(a, b).jaxpr))
@@ -212,6 +214,8 @@ def test_a_slot_is_free_after_its_last_scales(rng, config, loads):
   kept = [name for name in after if name in ("load", "commit_smem")]
   assert kept == ["load"] * loads + ["commit_smem"] * bool(loads)
   assert "commit_smem" in (names[:first] if not loads else after)
+  # Of A, B and the scales of both: ahead of the loop, and in it.
+  assert names.count("copy_gmem_to_smem") == 4 * fetches
 
 
 @pytest.mark.parametrize("producer", ["warpgroup", "inline"])

@@ -59,6 +59,9 @@ SLOW = {
   "masters in 16 bits, operands made once": (
     BLOCKS | LINEARS | {"optim.master_format": "bf16_sr", "memory.weight_operands": "per_step"},
     None, 0),
+  "a base in codes, operands made once": (
+    BLOCKS | SAVED | {"model.lora.rank": 4, "model.lora.base": "block_fp8",
+                      "memory.weight_operands": "per_step", "model.num_layers": 2}, None, 0),
   "a base in codes, gathered once": (
     SAVED | {"precision.rules": (HEAD, ("layers/.*", "halo_int8_2_hq")), "model.num_layers": 2,
              "model.lora.rank": 4, "model.lora.base": "int8_h64", "global_batch": 24,

@@ -5,30 +5,26 @@ command: python experiments/bench/compiled/gate_up.py    results/gate-up-jax-VER
 The 7B's, 8,192 tokens, in blocks of 128: codes of x in both orientations, of both weights in both
 orientations, and of the gradients of gate and up are there before. The program makes gate and up,
 SwiGLU's codes of them, the data gradient, and adds the weight gradients to their sums. "one" has
-the weights, the gradients and the sums side by side, [2F, D]; SwiGLU's quantizer reads two arrays,
+the weights, the gradients and the sums of both side by side; SwiGLU's quantizer reads two arrays,
 so that gate and up are cut out of one. "one, read in place" leaves SwiGLU's quantizer out of both
 sides: what kernels that read halves of an array would reach at best.
 """
 
 import functools
-import json
 
 import run as bench  # first: it finds the library
 
-bench.sys.path.insert(0, str(bench.HERE))
-
+# isort: split
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-from fp8jax import records  # noqa: E402
 from fp8jax.compiled import aot  # noqa: E402
 from fp8jax.kernels.gemm import mosaic_sm90 as gemm  # noqa: E402
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer  # noqa: E402
 from fp8jax.kernels.quantize import prologues  # noqa: E402
 from fp8jax.quantization.scaled_matrix import ScaledMatrix, num_tiles  # noqa: E402
 from fp8jax.recipe import library  # noqa: E402
-from fp8jax.run import provenance  # noqa: E402
 
 TOKENS, HIDDEN, INNER = 8192, 3584, 18944
 COUNTED = ("launches", "bytes")
@@ -89,14 +85,5 @@ def measure(parts: int, has_swiglu: bool) -> dict:
   return {n: sum(k[n] for k in by_kind.values()) for n in COUNTED}
 
 
-def main():
-  path = bench.HERE / "results" / f"gate-up-jax-{jax.__version__}.json"
-  commit = provenance.provenance({}, "", 0, 1)["commit"]
-  found = {name: measure(*arm) | {"commit": commit} for name, arm in ARMS.items()}
-  records.write_atomic(str(path), records.to_json({"arms": found}, indent=1) + "\n")
-  for name, row in found.items():
-    print(name, json.dumps({n: row[n] for n in COUNTED}), flush=True)
-
-
 if __name__ == "__main__":
-  main()
+  bench.record("gate-up", ARMS, measure)

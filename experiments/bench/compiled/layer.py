@@ -8,8 +8,6 @@ the operands of its weights made before (memory.weight_operands="per_step"), who
 counted: a step makes them once for all microbatches (run.py counts it).
 """
 
-import json
-
 import run as bench  # first: it finds the library
 
 bench.sys.path.insert(0, str(bench.ROOT / "experiments"))
@@ -19,13 +17,12 @@ import jax.numpy as jnp  # noqa: E402
 from gpu_check import layer  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-from fp8jax import params, records  # noqa: E402
+from fp8jax import params  # noqa: E402
 from fp8jax.compiled import aot  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
 from fp8jax.models import transformer  # noqa: E402
 from fp8jax.models.config import ComputeConfig  # noqa: E402
 from fp8jax.ops import site_tree  # noqa: E402
-from fp8jax.run import provenance  # noqa: E402
 
 MODEL, TOKENS, DTYPE = layer.MODELS["7b"], 8192, layer.DTYPE
 ARMS = {
@@ -75,14 +72,5 @@ def measure(recipe: str, part: str, once: bool) -> dict:
   return {n: sum(k[n] for k in by_kind.values()) for n in bench.NOTHING} | {"by_kind": by_kind}
 
 
-def main():
-  path = bench.HERE / "results" / f"layer-jax-{jax.__version__}.json"
-  commit = provenance.provenance({}, "", 0, 1)["commit"]
-  found = {name: measure(*arm) | {"commit": commit} for name, arm in ARMS.items()}
-  records.write_atomic(str(path), records.to_json({"arms": found}, indent=1) + "\n")
-  for name, row in found.items():
-    print(name, json.dumps({n: row[n] for n in bench.NOTHING}), flush=True)
-
-
 if __name__ == "__main__":
-  main()
+  bench.record("layer", ARMS, measure)

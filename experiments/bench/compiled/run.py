@@ -250,6 +250,16 @@ def measure(arm: str, target: str) -> dict:
   }  # fmt: skip
 
 
+def record(stem: str, arms, measure):
+  """Measures arms, name -> arguments, writes results/STEM-jax-VERSION.json and prints sums."""
+  path = HERE / "results" / f"{stem}-jax-{jax.__version__}.json"
+  commit = provenance.provenance({}, "", 0, 1)["commit"]
+  found = {name: measure(*arm) | {"commit": commit} for name, arm in arms.items()}
+  records.write_atomic(str(path), records.to_json({"arms": found}, indent=1) + "\n")
+  for name, row in found.items():
+    print(name, json.dumps({n: row[n] for n in NOTHING if n in row}), flush=True)
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("arms", nargs="*", metavar="ARM", help=f"of {', '.join(ARMS)}")
