@@ -129,7 +129,7 @@ def test_attention_is_a_value_by_name_and_wide_without_one():
   assert "precision.attention='sage_bwd'" in text and "precision.attention='wide'" in text
   # In BF16 attention is not quantized either.
   held = evaluator.Evaluator(spec)
-  losses = held.run(train_step.make_state(spec).params, {})["main"]
+  losses = held.run(harness.init_params(spec.model), {})["main"]
   assert list(losses) == ["sage_bwd", "bf16"]
   assert 0 < abs(losses["sage_bwd"]["loss"] - losses["bf16"]["loss"]) < 1e-3
 

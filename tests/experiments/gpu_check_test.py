@@ -112,7 +112,7 @@ def test_a_wrong_product_is_seen(monkeypatch, product, broken):
     check_gemm.compare(got, want, magnitudes, jnp.float32, exact=False)
 
 
-@pytest.mark.parametrize("product", ["fwd", "wgrad"])
+@pytest.mark.parametrize("product", ["fwd", pytest.param("wgrad", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("off", [0, 1])
 def test_a_wrong_layer_is_seen(monkeypatch, product, off):
   """The product by XLA, of the layer that was asked for or of the next one."""

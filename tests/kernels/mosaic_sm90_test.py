@@ -71,7 +71,9 @@ def test_kernel_is_exact_on_lattice(rng, name, shape):
   suite.check_exact_on_lattice("mosaic_sm90", GEMMS[name], shape, rng)
 
 
-@pytest.mark.parametrize("name", ["block_128-fwd", "block_128-wgrad"])
+@pytest.mark.parametrize(
+  "name", ["block_128-fwd", pytest.param("block_128-wgrad", marks=pytest.mark.slow)]
+)
 def test_kernel_sums_what_the_oracle_quantizes(rng, name):
   suite.check_sum_of_quantized_operands("mosaic_sm90", GEMMS[name], (136, 200, 384), rng)
   suite.check_extreme_scales_stay_finite("mosaic_sm90", GEMMS[name], rng)
@@ -335,7 +337,9 @@ def test_a_sum_in_bfloat16_is_rounded_once(rng):
   assert (np.float32(twice) != np.float32(want)).any()
 
 
-@pytest.mark.parametrize("m, n, k, fits", [(136, 96, 192, True), (136, 72, 256, False)])
+@pytest.mark.parametrize("m, n, k, fits", [
+  (136, 96, 192, True), pytest.param(136, 72, 256, False, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_kernel_reads_and_adds_to_a_layer_where_it_lies(rng, m, n, k, fits):
   """No copy of a layer is made where TMA moves it whole; other layers stay as they were."""
   fwd, wgrad = GEMMS["block_128-fwd"], GEMMS["block_128-wgrad"]

@@ -76,7 +76,9 @@ def _copies(jaxpr, shape) -> list[str]:
   return dtypes
 
 
-@pytest.mark.parametrize("recipe", ["block_128", "tensor_current"])
+@pytest.mark.parametrize(
+  "recipe", ["block_128", pytest.param("tensor_current", marks=pytest.mark.slow)]
+)
 def test_a_16_bit_weight_is_read_as_it_lies(rng, recipe):
   """XLA would write a float32 copy for the quantizer's kernel. The gradient is float32."""
   eqn, sizes = EQUATIONS[0]

@@ -160,7 +160,9 @@ def _plainly(monkeypatch):
 SAME = [
   pytest.param("block_128", (), lambda f: f, 2, WIDE, id="quiet", marks=pytest.mark.slow),
   pytest.param("block_128_hybrid", ("up", "down"), jax.checkpoint, 3, GROUPS, id="remat, groups"),
-  pytest.param("block_128_pow2 saved", ("gate",), lambda f: f, 1, WIDE, id="saved"),
+  pytest.param(
+    "block_128_pow2 saved", ("gate",), lambda f: f, 1, WIDE, id="saved", marks=pytest.mark.slow
+  ),
   pytest.param(
     "block_128 saved", (), lambda f: f, 1, GROUPS, id="saved, groups", marks=pytest.mark.slow
   ),

@@ -1,5 +1,6 @@
 """Moments of the inputs of every linear layer against a float64 forward pass."""
 
+import harness
 import numpy as np
 import numpy_model
 import pytest
@@ -9,7 +10,6 @@ from configs import base
 from fp8jax.config import resolve
 from fp8jax.kernels.choose import Device
 from fp8jax.ptq import layers as layers_lib
-from fp8jax.step import train_step
 
 
 def _spec(**model):
@@ -28,7 +28,7 @@ READ = (("attn", "norm"),) * 3 + (("attn", "mixed"),) + (("mlp", "norm"),) * 2 +
 @pytest.mark.parametrize("layer", [0, 2])
 def test_moments_are_those_of_float64_inputs(rng, layer):
   spec = _spec()
-  params = train_step.make_state(spec).params
+  params = harness.init_params(spec.model)
   windows = [rng.integers(0, 96, (rows, 24)).astype(np.int32) for rows in (2, 2, 1)]
   text = layers_lib.Layers(spec, params, windows)
   for number in range(layer):
@@ -60,7 +60,7 @@ def test_moments_are_those_of_float64_inputs(rng, layer):
 def test_moments_cost_no_backward_pass():
   """What is differentiated is dead code: the products are those of the forward pass, and grams."""
   spec = _spec(num_layers=1)
-  params = train_step.make_state(spec).params
+  params = harness.init_params(spec.model)
   text = layers_lib.Layers(spec, params, [np.zeros((1, 8), np.int32)])
   of_layer, sites = layers_lib.layer_of(params, 0), text._own_sites()
   batch = text._batches[0]

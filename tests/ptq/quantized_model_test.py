@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 
+import harness
 import jax
 import numpy as np
 import numpy_model
@@ -16,7 +17,6 @@ from fp8jax.models import transformer
 from fp8jax.ptq import methods
 from fp8jax.ptq import run as ptq_run
 from fp8jax.run import evaluator
-from fp8jax.step import train_step
 
 # Grouped queries, biases and a tied head; every width holds whole groups of 64.
 SIZES = dict(vocab_size=264, hidden_size=128, intermediate_size=192, num_layers=2, num_heads=4,
@@ -37,7 +37,7 @@ def spec_of(rules):
 @pytest.fixture(scope="module")
 def model():
   spec = spec_of([("layers/.*", "w4a16_g64")])
-  params = train_step.make_state(spec).params
+  params = harness.init_params(spec.model)
   rng = np.random.default_rng(0)
   layers = {key: dict(of) for key, of in params["layers"].items()}
   for name in ("q_bias", "k_bias", "v_bias"):  # zeros at the start

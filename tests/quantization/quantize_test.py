@@ -89,6 +89,7 @@ def test_quantize_is_the_same_outside_jit(rng):
   check_same_outside_jit(rng, [Quant(fmt, (1, 16), kind) for fmt in NARROW for kind in KINDS])
 
 
+@pytest.mark.slow  # op by op; without either: the test above
 def test_rotated_and_random_is_the_same_outside_jit(rng):
   """Blocks of 32, whose factor 1 / sqrt(32) is a constant that XLA could move."""
   quant = Quant(E2M1, (1, 16), rounding=Rounding.STOCHASTIC, transform=Hadamard(32))

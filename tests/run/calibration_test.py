@@ -22,7 +22,7 @@ NAMES = [f"attn/{n}" for n in "qkvo"] + [f"mlp/{n}" for n in ("gate", "up", "dow
 def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   rules = {"precision.rules": (("layers/.*/(up|o)", "e4m3_static"), (".*", "bf16"))}
   spec = harness.text_spec(**rules, job="calibrate")
-  params = train_step.make_state(spec).params
+  params = harness.init_params(spec.model)
   table = calibration.run(spec, params, harness.batches(spec, 2), step=7, fingerprint="abc")
   assert len(table["rows"]) == 3 * (7 * 3 + 1) and table["batches"] == 2
   one = next(r for r in table["rows"] if (r["site"], r["tensor"]) == ("layers/1/mlp/up", "w"))
@@ -46,7 +46,7 @@ def test_calibration_by_percentile_says_what_it_clips():
   })  # fmt: skip
   section = Calibrate(method="percentile", percentile=90.0)
   spec = dataclasses.replace(spec, sections={Calibrate: section})
-  params = train_step.make_state(spec).params
+  params = harness.init_params(spec.model)
   batch = harness.weighted_batch(np.random.default_rng(0))
   table = calibration.run(spec, params, [batch], step=0, fingerprint="abc")
   rows = {(r["site"], r["tensor"]): r for r in table["rows"]}

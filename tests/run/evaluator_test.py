@@ -8,13 +8,12 @@ import pytest
 
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.run import evaluator as evaluator_lib
-from fp8jax.step import train_step
 
 
 def test_evaluation_uses_the_scales_of_training():
   """With static scales so large that all codes are 0, layers are those whose weights are 0."""
   spec = harness.one_layer_spec("e4m3_static")
-  params = train_step.make_state(spec).params
+  params = harness.init_params(spec.model)
   scaling_states = {
     name: dataclasses.replace(m, amax_3=jnp.full_like(m.amax_3, 2.0**40))
     for name, m in scaling_lib.states(spec.sites()).items()

@@ -13,7 +13,6 @@ from fp8jax.search import cost, formats
 from fp8jax.sensitivity import halves
 from fp8jax.sensitivity.records import Records
 from fp8jax.sensitivity.study import CHOOSE, ON, Study
-from fp8jax.step import train_step
 
 FORMATS = ("e2m1_dynamic", "fp8_dynamic", "bf16")
 
@@ -51,7 +50,7 @@ def test_an_option_of_a_site_is_the_site_in_its_recipe(tmp_path):
     "data.heldout_fraction": 0.5, "model.num_layers": 2,
   }  # fmt: skip
   spec = harness.text_spec("e2m1_dynamic", job="sensitivity", **changes)
-  params, batches = train_step.make_state(spec).params, halves.read(spec)
+  params, batches = harness.init_params(spec.model), halves.read(spec)
   of = (params, spec.sites(), batches)
   other = Study(spec, *of, Records(tmp_path / "one.jsonl", {}))
   recipes = [rules_lib.recipe_by_name(name) for name in FORMATS]

@@ -31,7 +31,6 @@ from fp8jax.sensitivity import study as sensitivity
 from fp8jax.sensitivity.records import Records
 from fp8jax.sensitivity.settings import Sensitivity
 from fp8jax.sensitivity.study import CHOOSE, REPORT, QuantizedSite
-from fp8jax.step import train_step
 
 ON = (1.0, 1.0)
 # Errors that float32 losses show; three layers in two runs, one site in BF16.
@@ -55,7 +54,7 @@ def _spec():
 
 @functools.cache
 def _params():
-  return train_step.make_state(_spec()).params
+  return harness.init_params(_spec().model)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def observations(spec):
   """{layer's site: [tensors, S]} of a loud step from the initial weights."""
   runner = harness.Runner(spec)
   sites = spec.sites(statistics=tensor_stats.LOUD)
-  state = train_step.make_state(spec)
+  state = train_step.make_state(spec, harness.init_params(spec.model))
   _, values = runner.step_fn(state, runner.spread.place(host()), sites)
   stats = jax.device_get(values["tensor_stats"])
   assert all(np.isfinite(v).all() for v in stats.values())
@@ -62,7 +62,7 @@ def of_numpy(x):
 
 def test_statistics_are_those_of_what_the_model_computes():
   spec = plan_of()
-  params, batch = train_step.make_state(spec).params, host()
+  params, batch = harness.init_params(spec.model), host()
   cfg, run, sites = spec.model, spec.run, spec.sites()
 
   def layer(x_BLD, of_layer, context):
@@ -102,7 +102,7 @@ def test_statistics_are_those_of_what_the_model_computes():
 def test_gradient_of_the_stream_is_that_of_the_embeddings():
   """The rows of an embedding collect the gradients of its tokens; the head has its own weights."""
   spec = plan_of(**{"model.preset": "untied"})
-  params, batch = train_step.make_state(spec).params, jax.tree.map(jax.numpy.asarray, host())
+  params, batch = harness.init_params(spec.model), jax.tree.map(jax.numpy.asarray, host())
   sites = spec.sites(statistics=tensor_stats.LOUD)
   _, gradient, stats, _ = jax.jit(
     lambda p: train_step.gradients(spec, p, sites, batch, scale=1024.0)

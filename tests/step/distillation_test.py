@@ -1,7 +1,5 @@
 """Distillation in the step: one loss, however the batch is split, placed and ordered."""
 
-import dataclasses
-
 import harness
 import jax
 import numpy as np
@@ -28,8 +26,7 @@ def _gradients(spec, student, batch, teacher):
 
 def _two(spec):
   """Different parameters, of a student and its teacher."""
-  make = lambda seed: train_step.make_state(dataclasses.replace(spec, seed=seed)).params  # noqa: E731
-  return make(0), make(1)
+  return harness.init_params(spec.model, 0), harness.init_params(spec.model, 1)
 
 
 def _assert_close(got, want, rtol=1e-5):

@@ -9,7 +9,6 @@ import pytest
 from fp8jax.data import loader
 from fp8jax.data.chat import packing
 from fp8jax.models import transformer
-from fp8jax.step import train_step
 
 # A product's sums may be cut up otherwise for another number of rows, and nothing else may differ.
 BOUNDS = {"float32": 5e-6, "bfloat16": 5e-3}
@@ -34,7 +33,7 @@ def test_packed_losses_are_those_of_samples_alone(tmp_path, recipe, dtype):
   packed = {key: x for key, x in steps[0].items() if key != "step"}
   assert len(packed["tokens_BL"]) == 5 and packed["segments_BL"].max() > 2
   spec = harness.debug_plan(recipe, precision__compute_dtype=dtype, memory__loss_chunk=64)
-  params, sites = train_step.make_state(spec).params, spec.sites()
+  params, sites = harness.init_params(spec.model), spec.sites()
 
   @jax.jit
   def losses(batch):
@@ -70,7 +69,7 @@ def test_the_number_of_padding_changes_no_bit_of_loss_and_gradients(tmp_path):
   before = np.where(segments == 0, segments.max(1, keepdims=True) + 1, segments)
   assert (before != segments).any(1).sum() > 3 and before.min() == 1
   spec = harness.debug_plan("tensor_current", memory__loss_chunk=48)
-  params, sites = train_step.make_state(spec).params, spec.sites()
+  params, sites = harness.init_params(spec.model), spec.sites()
   both = jax.jit(jax.value_and_grad(
     lambda params, batch: transformer.loss(params, sites, batch, spec.model, spec.run)
   ))  # fmt: skip

@@ -83,7 +83,7 @@ def test_microbatches_round_by_chances_of_their_own():
     "nvfp4_sr_rht", **{"model.num_layers": 1, "global_batch": 4, "grad_accum_steps": 2}
   )
   (host,) = harness.batches(one, 1)
-  params = train_step.make_state(one).params
+  params = harness.init_params(one.model)
 
   @jax.jit
   def gradients(params, batch, sites):
