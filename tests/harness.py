@@ -128,7 +128,7 @@ class Runner:
 
   def run(self, hosts, state=None):
     """(losses, state)."""
-    state = train_step.make_state(self.spec) if state is None else state
+    state = make_state(self.spec) if state is None else state
     losses = []
     for host in hosts:
       state, values = self.step(state, host)
@@ -192,7 +192,7 @@ def batches(spec, count):
 def calibrated_batches(spec, count):
   """(a state calibrated on the first, so many batches of training)."""
   hosts = batches(spec, count)
-  return train_step.calibrate(spec, train_step.make_state(spec), hosts[0], 0), hosts
+  return train_step.calibrate(spec, make_state(spec), hosts[0], 0), hosts
 
 
 # --- steps whose FP8 GEMMs are looked up ----------------------------------------------------------
@@ -336,6 +336,15 @@ def init_params(cfg, seed=0):
     lambda p: jnp.asarray(np.float32(draw[p.init](p, params_lib.shape(p, cfg.dims)))),
     transformer.params(cfg),
   )
+
+
+def make_state(spec):
+  """A fresh state of random parameters. `train_step.make_state` draws them by a program, most of
+  whose cost is its compilation."""
+  params = init_params(spec.model, spec.seed)
+  if spec.run.layout.mesh is not None:
+    params = jax.device_put(params, params_lib.shardings(spec.declaration, spec.run.layout))
+  return train_step.make_state(spec, params)
 
 
 def only_down(recipe):

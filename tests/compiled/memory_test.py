@@ -20,7 +20,7 @@ from fp8jax.step import train_step
 def test_declared_bytes_are_those_on_a_device(moments, shape):
   spec = harness.tiny_spec(harness.tiny_config("bf16", **{"optim.moment_format": moments}), shape)
   rows = {row.kind: row.declared for row in memory.declared(spec)}
-  state = train_step.make_state(spec)
+  state = harness.make_state(spec)
   device = jax.devices()[0]
   there = [
     piece.data.nbytes for x in jax.tree.leaves(state) for piece in x.addressable_shards

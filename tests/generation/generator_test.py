@@ -338,7 +338,11 @@ def test_end_tokens_are_those_of_the_generation_settings_then_of_the_config(tmp_
     api.end_ids(str(tmp_path), tokenizer)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=4), SAMPLED], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+  "sampling",
+  [pytest.param(Sampling(max_new_tokens=4), marks=SLOW), SAMPLED],
+  ids=["greedy", "drawn"],
+)
 def test_logits_that_are_not_finite_end_their_completion_alone(rng, sampling):
   """One token's embedding is NaN, another's infinite; what follows in their slots is as ever."""
   cfg, params, _ = _model("llama")

@@ -255,6 +255,7 @@ def _three(site, x, w, g):
   return y, *pull(g)[:2]
 
 
+@pytest.mark.slow  # other backends on meshes: ops/linear_on_mesh_test.py
 def test_a_layer_on_a_mesh_is_the_one_on_one_device(rng):
   """To the bit where a device has all of K; where it has a part, sums that 14 bits hold."""
   recipe = "rowwise(accumulate=fast)"

@@ -62,7 +62,7 @@ def test_without_quantization_it_is_jax_convolution(rng, name):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["block_128", "rowwise"])
+@pytest.mark.parametrize("recipe", ["block_128", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_with_a_recipe_it_is_dot_of_patches_in_the_kernels_order(rng, recipe):
   """Patches by loops over NumPy arrays, 20 channels of 9 places: 180 contracted in one order."""
   x = rng.standard_normal((2, 9, 7, 20)).astype(np.float32) * np.float32(2.0) ** np.arange(-9, 11)

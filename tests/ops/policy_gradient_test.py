@@ -110,7 +110,7 @@ CFG = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("is_invariant", [False, True])
+@pytest.mark.parametrize("is_invariant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_models_loss_and_gradient_are_those_of_the_objective(is_invariant):
   """The oracle differentiates the whole objective by JAX, through log-softmax of all logits."""
   params = harness.init_params(CFG)

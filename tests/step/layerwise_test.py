@@ -36,7 +36,7 @@ def tiny_preset(monkeypatch):
 
 def _begin(runner):
   """A state whose scales are those of the first batch."""
-  state = train_step.make_state(runner.spec)
+  state = harness.make_state(runner.spec)
   return train_step.calibrate(runner.spec, state, runner.spread.place(harness.host_batches()[0]), 0)
 
 
@@ -79,7 +79,7 @@ def test_a_loud_step_sees_the_same():
   found = []
   for order in (OURS, OTHER):
     runner = harness.tiny_runner("block_128", **order)
-    state = train_step.make_state(runner.spec)
+    state = harness.make_state(runner.spec)
     before = transformer.alignment(state.params, runner.spec.model)
     sites = runner.spec.sites(statistics=tensor_stats.LOUD)
     placed = runner.spread.place(harness.host_batches()[0])
@@ -160,7 +160,7 @@ def test_the_other_order_has_gradients_of_all_layers():
 def test_a_bad_gradient_stops_what_comes_after_it():
   """Layer 1's overflows: what is behind it has moved, the rest has not, nor does it ever."""
   runner = harness.tiny_runner("bf16", **OURS)
-  state = train_step.make_state(runner.spec)
+  state = harness.make_state(runner.spec)
   host = jax.tree.map(np.array, state.params)
   # Channel 0 of what gate and up read is enormous, and multiplied by 0.
   host["layers"]["mlp"]["norm"][1, 0] = 1e30

@@ -44,7 +44,7 @@ def test_loss_scale_halves_at_overflow_and_doubles_after_growth():
   spec, step = _growing_step("stop")
   (host,) = harness.batches(spec, 1)
   bad = _overflowing(host)
-  state, scales = train_step.make_state(spec), []
+  state, scales = harness.make_state(spec), []
   for batch in (host, host, host, bad, host):
     state, values = step(state, batch, spec.sites())
     scales.append(float(values["loss_scale"]))
@@ -71,7 +71,7 @@ def test_loss_scale_leaves_the_gradients_as_they_are():
   plain = harness.text_spec("bf16", **PLAIN)
   (host,) = harness.batches(plain, 1)
   both = (plain, train_step.make_step(plain)), _growing_step("stop")
-  states = [step(train_step.make_state(p), host, p.sites())[0] for p, step in both]
+  states = [step(harness.make_state(p), host, p.sites())[0] for p, step in both]
   harness.assert_trees_equal(states[0].opt, states[1].opt)
 
 
@@ -87,7 +87,7 @@ ALL_SOURCES = {
 
 def _steps(spec, hosts):
   """The state after these batches, the first of which calibrates, and the loss scales."""
-  state, step, scales = train_step.make_state(spec), train_step.make_step(spec), []
+  state, step, scales = harness.make_state(spec), train_step.make_step(spec), []
   for i, host in enumerate(hosts):
     if i == 0:
       state = train_step.calibrate(spec, state, host, 0)
@@ -128,7 +128,7 @@ def test_float16_trains_under_a_loss_scale_where_gradients_underflow_without():
     # float16 without a loss scale is refused in a configuration.
     spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, dtype=np.dtype(dtype)))
     _, hosts = harness.calibrated_batches(spec, 4)
-    state, step = _small_layers(train_step.make_state(spec)), train_step.make_step(spec)
+    state, step = _small_layers(harness.make_state(spec)), train_step.make_step(spec)
     before = np.asarray(state.params["layers"]["mlp"]["gate"])
     each = []
     for host in hosts:
@@ -165,7 +165,7 @@ def test_float16_starts_from_the_largest_loss_scale_that_does_not_overflow():
 def test_overflow_at_the_smallest_loss_scale_ends_a_run(policy, is_last):
   """No smaller scale would help, and skipping for ever looks like training."""
   spec, step = _growing_step(policy)
-  state, hosts = train_step.make_state(spec), harness.batches(spec, 1)
+  state, hosts = harness.make_state(spec), harness.batches(spec, 1)
   # Placed as the state's, so that the program is the one that is there.
   scale = np.float32(loss_scale.SMALLEST * (1 if is_last else 2))
   scale = jax.device_put(scale, state.loss_scale["scale"].sharding)
@@ -180,7 +180,7 @@ def test_a_calibration_that_stays_non_finite_leaves_the_loss_scale(where):
   """Nothing of the batch is remembered but what was finite: the next one calibrates."""
   rules = harness.only_down("tensor_delayed(steps=4)")
   spec = harness.one_layer_spec(**DYNAMIC, **{"precision.rules": rules})
-  state, (host,) = train_step.make_state(spec), harness.batches(spec, 1)
+  state, (host,) = harness.make_state(spec), harness.batches(spec, 1)
   bad = host if where == "forward" else _overflowing(host)
   params = {**state.params, "embed": state.params["embed"] * (np.inf if where == "forward" else 1)}
   after = train_step.calibrate(spec, dataclasses.replace(state, params=params), bad, 0)

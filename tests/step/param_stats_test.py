@@ -92,7 +92,7 @@ def test_norms_of_every_layer_s_parameters_are_numpy_s(changes, shape, monkeypat
   alone = resolve.resolve(config(**{k: v for k, v in changes.items() if k.startswith("model")}),
                           1, harness.CPU)  # fmt: skip
   spec = harness.tiny_spec(c, shape)
-  state, host = train_step.make_state(spec), batch_of(spec)
+  state, host = harness.make_state(spec), batch_of(spec)
   if spec.model.lora:
     adapted = jax.jit(harness.random_adapters)(state.params)
     state = dataclasses.replace(state, params=adapted)

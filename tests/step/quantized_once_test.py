@@ -93,7 +93,7 @@ def test_gradients_are_the_same_to_the_bit(changes, shape):
   found = {}
   for form in ("per_step", "per_product"):
     spec = spec_of(changes, shape, form)
-    state, batch = train_step.make_state(spec), harness.placed_uneven_batch(spec)
+    state, batch = harness.make_state(spec), harness.placed_uneven_batch(spec)
     sites = spec.sites(statistics=STATISTICS[spec.flat["seq_len"]])
     if sites["layers"][0]["attn"]["q"].recipe.is_stateful:
       state = train_step.calibrate(spec, state, batch, 0)

@@ -78,7 +78,7 @@ ORDERS = {
 def test_no_key_draws_twice_in_two_steps(rng, monkeypatch, order):
   """Operands, gradients, their sums, masters and both moments, layer by layer, chunk by chunk."""
   spec = harness.one_layer_spec(**ORDERS[order])
-  state, lead = train_step.make_state(spec), (2,) if "sums" in order else ()
+  state, lead = harness.make_state(spec), (2,) if "sums" in order else ()
   draws = Draws(monkeypatch)
   monkeypatch.setattr(update, "_CHUNK", 32 * 64)  # a chunk per layer
   step, batch = train_step.make_step(spec), harness.weighted_batch(rng, lead)
@@ -112,7 +112,7 @@ def test_seeds_share_one_program_and_draw_their_own(rng):
   the same seed and number draws the same again."""
   changes = {"precision.rules": harness.only_down("nvfp4_sr_rht")}
   specs = [harness.one_layer_spec(**changes, seed=seed) for seed in (1, 2)]
-  state, batch = train_step.make_state(specs[0]), harness.weighted_batch(rng)
+  state, batch = harness.make_state(specs[0]), harness.weighted_batch(rng)
   steps = [train_step.make_step(spec) for spec in specs]
   one, two = (step.lower(state, batch, spec.sites()).as_text() for step, spec in zip(steps, specs))
   assert one == two

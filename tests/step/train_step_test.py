@@ -26,7 +26,7 @@ MESHES = [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)]
 def _one_device(recipe):
   """Per step: (state before it on the host, its metrics)."""
   runner = harness.tiny_runner(recipe)
-  state, found = train_step.make_state(runner.spec), []
+  state, found = harness.make_state(runner.spec), []
   for host in harness.host_batches():
     before = jax.tree.map(np.array, state)
     state, values = runner.step(state, host)
@@ -102,7 +102,7 @@ def test_checkpoint_restores_onto_another_mesh(rng, tmp_path):
 def test_a_restored_state_takes_the_program_of_a_fresh_one(rng, tmp_path):
   """On one device: the cache of compiled programs then serves a run that goes on."""
   spec, step = _scheduled("stop").spec, _scheduled("stop").step_fn
-  state = train_step.make_state(spec)
+  state = harness.make_state(spec)
   batch = _scheduled("stop").spread.place(harness.weighted_batch(rng))
   saved = checkpoint.Checkpoints(str(tmp_path))
   iterator = loader.train_batches(spec.data, harness.ONE_LAYER_BATCH)
@@ -184,7 +184,7 @@ def test_decay_and_moments_follow_the_declarations(rng):
   """A step without gradients shrinks matrices and leaves norms alone; moments stay float32."""
   changes = {"optim.warmup_steps": 0, "optim.peak_lr": 0.5, "optim.schedule": "constant"}
   spec = harness.one_layer_spec(**changes)
-  state = train_step.make_state(spec)
+  state = harness.make_state(spec)
   before = jax.tree.map(np.array, state.params)
   batch = harness.weighted_batch(rng)
   silent = dict(batch, weights_BL=np.zeros_like(batch["weights_BL"]))
@@ -214,7 +214,7 @@ def test_learning_rate_follows_the_schedule(rng):
   """Warm up over 4 steps, hold, cosine to min_lr over the last 4 (InfiR2's WSD)."""
   peak, low = 1e-4, 1e-5
   runner, rates = _scheduled("stop"), []
-  state = train_step.make_state(runner.spec)
+  state = harness.make_state(runner.spec)
   for _ in range(20):
     state, values = runner.step(state, harness.weighted_batch(rng))
     rates.append(values["learning_rate"])
@@ -302,7 +302,7 @@ def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulatio
 
 def _poisoned(spec):
   """A state with an infinite weight that FP8 hides: the products of its layer stay finite."""
-  state = train_step.make_state(spec)
+  state = harness.make_state(spec)
   down = state.params["layers"]["mlp"]["down"].at[0, 0, 0].set(jnp.inf)
   layers = {**state.params["layers"], "mlp": {**state.params["layers"]["mlp"], "down": down}}
   return dataclasses.replace(state, params={**state.params, "layers": layers})
@@ -314,7 +314,7 @@ def test_an_infinity_that_fp8_hides_skips_the_step_with_all_that_it_would_change
     "optim.grad_format": "e4m3",
   })  # fmt: skip
   batch = harness.weighted_batch(rng)
-  state = train_step.calibrate(spec, train_step.make_state(spec), batch, 0)
+  state = train_step.calibrate(spec, harness.make_state(spec), batch, 0)
   state = dataclasses.replace(_poisoned(spec), scaling_states=state.scaling_states)
   before = jax.tree.map(np.array, (state.params, state.scaling_states, state.grad_autoscale))
   state, values = train_step.make_step(spec)(state, batch, spec.sites())
