@@ -128,7 +128,8 @@ def _by_origin(of: Index, group: str, is_twin: bool = False):
 
 def _what_differs(one: Sequence[str], other: Sequence[str]) -> str:
   parts = zip(results_lib.ORIGIN, one, other, strict=True)
-  return ", ".join(f"{name} {a[:24]} and {b[:24]}" for name, a, b in parts if a != b)
+  shown = lambda name, text: text[: 9 if name == "commit" else 24]  # noqa: E731
+  return ", ".join(f"{n} {shown(n, a)} and {shown(n, b)}" for n, a, b in parts if a != b)
 
 
 def _paired(why: dict[tuple[tuple[str, ...], int], str]) -> dict[int, tuple[str, ...]]:
@@ -335,21 +336,15 @@ def markdown(found: Sequence[Row], of: Index | None = None, by_rate: Sequence[Cu
     own = [r for r in found if r.system == slug]
     lines += ["", f"## {slug}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for r in own:
-      name = f"{r.candidate} against {r.baseline}" + (f", rate {r.rate:g}" if r.rate else "")
       claim = (
         f"within {statistics.BAR} %" if r.question == "close" else f"{r.question}, {r.claim:g} %"
       )
       ends = f"[{_number(r.low)}, {_number(r.high)}]" if len(r.seeds) > 1 else "-"
       twin = _number(r.floor, ".2f") if r.floor is not None or not r.seeds else "no twin"
       effect = _number(r.effect)
-      cells = (name, claim, r.quantity, f"{r.tokens:,}", r.count, effect, ends, twin, r.verdict)
+      cells = (_name(r), claim, r.quantity, f"{r.tokens:,}", r.count, effect, ends, twin, r.verdict)
       lines.append(f"| {' | '.join(map(str, cells))} |")
-    origins = dict.fromkeys(r.origin for r in own if r.origin)
-    for origin in origins:
-      facts = dict(zip(results_lib.ORIGIN, origin, strict=True))
-      lines += ["", f"Commit {facts['commit'][:9]}, {facts['cpu']}, jax {facts['jax']}."]
-    lines += [""] * any(r.notes for r in own)
-    lines += [f"- {r.candidate} against {r.baseline}: {note}" for r in own for note in r.notes]
+    lines += _origins(own) + _notes(own)
     lines += [x for s in runs_lib.SYSTEMS if of and s.slug == slug for x in stability.tables(s, of)]
   for slug in dict.fromkeys(c.system for c in by_rate):
     own = [c for c in by_rate if c.system == slug]
@@ -360,6 +355,38 @@ def markdown(found: Sequence[Row], of: Index | None = None, by_rate: Sequence[Cu
       cells = [_number(c.losses.get(rate), ".4f") for rate in rates]
       lines.append(f"| {' | '.join([c.arm, *cells, format(c.best, 'g')])} |")
   return "\n".join(lines) + "\n"
+
+
+def _name(row: Row) -> str:
+  rate = f", rate {row.rate:g}" if row.rate else ""
+  return f"{row.candidate} against {row.baseline}{rate}"
+
+
+def _origins(rows: Sequence[Row]) -> list[str]:
+  """A line per commit and jax: the CPUs that its runs had."""
+  cpus = collections.defaultdict(set)
+  for r in rows:
+    if r.origin:
+      facts = dict(zip(results_lib.ORIGIN, r.origin, strict=True))
+      cpus[facts["commit"][:9], facts["jax"]].update(facts["cpu"].split(" and "))
+  return [
+    line for (commit, jax), of in cpus.items()
+    for line in ("", f"Commit {commit}, {' and '.join(sorted(of))}, jax {jax}.")
+  ]  # fmt: skip
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+  """Each note of a system once, with the comparisons that it is about."""
+  about = collections.defaultdict(list)
+  for r in rows:
+    for note in dict.fromkeys(r.notes):
+      about[note].append(_name(r))
+  lines = [""] * bool(about)
+  for note, names in about.items():
+    few = len(names) <= _IN_FULL
+    where = "; ".join(dict.fromkeys(names)) if few else f"{len(names)} of {len(rows)} comparisons"
+    lines.append(f"- {note} ({where})")
+  return lines
 
 
 def _is_decided(row: Row) -> bool:

@@ -71,6 +71,15 @@ def test_seeds_without_a_partner_are_named_and_twins_make_the_floor():
   assert row.seeds == (0, 1, 3) and row.notes == ("bf16, seed 2: the other arm has no such run",)
   assert row.effect == pytest.approx(np.mean([expected[i] for i in row.seeds]))
   assert "| no twin | as claimed |" in ledger.markdown([row])
+  # A note stands once, with its comparisons; so does a commit, with its CPUs.
+  names = [f"c{i}" for i in range(4)]
+  several = [dataclasses.replace(row, candidate=n, baseline="b") for n in names]
+  for count, where in ((2, "c0 against b; c1 against b"), (4, "4 of 4 comparisons")):
+    page = ledger.markdown(several[:count])
+    assert re.findall(r"(?m)^- (.*)$", page) == [f"{row.notes[0]} ({where})"]
+    assert (
+      page.count(f"\nCommit {ORIGIN['commit'][:9]}, {ORIGIN['cpu']}, jax {ORIGIN['jax']}.\n") == 1
+    )
   own = found[1]
   twins = [
     result_of(system, 1, 0, [x * 1.003 for x in own.losses], twin=True),
