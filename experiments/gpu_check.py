@@ -6,7 +6,7 @@ command: python experiments/gpu_check.py --out DIR [--minutes 26]
 new:     built since 2026-11-26 and not timed; predictions of 2026-11-28 in LOG.md; one H200
          python experiments/gpu_check.py --out DIR --minutes 15 --families \\
              environment cupti ceilings gemm_default gemm_blocks gemm_add_to gemm_layers \\
-             quantize_layers casts gemm_p2 gemm_7b_mlp gemm_7b_attention gemm_stack \\
+             quantize_layers casts gemm_p2 gemm_7b_mlp gemm_stack quantize \\
              prologues_speed layer train_block_128_pow2_micro \\
              train_block_128_pow2_once train_bf16_micro
 

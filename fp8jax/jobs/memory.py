@@ -62,16 +62,17 @@ def _once(spec: train_spec.TrainSpec, peak: int) -> list[str]:
   Args:
     peak: bytes per device of the step as it is.
   """
-  if quantized_once.is_on(spec) or spec.run.is_invariant or spec.grad_accum_steps == 1:
+  if quantized_once.is_on(spec) or spec.run.is_invariant:
     return []
   account = quantized_once.account(spec)
   if not account.names:
     return []
   more, whole = (n / 2**30 for n in (account.nbytes, peak + account.nbytes))
+  passes = f" of {spec.grad_accum_steps} microbatches" if spec.grad_accum_steps > 1 else ""
   return [
     f"memory.weight_operands='per_step' would make the operands of {len(account.names)} sites once "
-    f"per step, not in each pass of {spec.grad_accum_steps} microbatches: {more:.3g} GiB more per "
-    f"device, a peak of the step of at most {whole:.3g}"
+    f"per step, not in each pass{passes}: {more:.3g} GiB more per device, a peak of the step of at "
+    f"most {whole:.3g}"
   ]
 
 

@@ -44,6 +44,7 @@ LAYERS = (2, 4)
 _SHORT = {"seq_len": 8192, "grad_accum_steps": 5, "global_batch": 5, "mesh.fsdp": 1}
 _ONCE = {"memory.weight_operands": "per_step"}
 _SAVED = {"memory.remat_policy": "none"}
+_CODES = {"model.lora.rank": 16, "model.lora.base": "block_fp8"}
 # Of h200:1 8,192 tokens in each of five microbatches; of h200:8 the configuration as it is.
 ARMS = {
   "bf16": ("bf16", {}),
@@ -53,6 +54,8 @@ ARMS = {
   "bf16, saved": ("bf16", _SAVED),
   "block_128_pow2, saved": ("", _SAVED),
   "block_128_pow2, once, saved": ("", _ONCE | _SAVED),
+  "block_128_pow2, base in codes": ("", _CODES),
+  "block_128_pow2, base in codes, once": ("", _ONCE | _CODES),
   "block_128_pow2, once, 8 in flight": ("", _ONCE | {"mesh.collectives_in_flight": 8}),
   "block_128_pow2, once, bf16 wire": ("", _ONCE | {"optim.grad_wire": "bf16"}),
   "block_128_pow2, once, e4m3 wire": ("", _ONCE | {"optim.grad_wire": "e4m3"}),
