@@ -40,7 +40,7 @@ def observations(spec):
   """{layer's site: [tensors, S]} of a loud step from the initial weights."""
   runner = harness.Runner(spec)
   sites = spec.sites(statistics=tensor_stats.LOUD)
-  state = train_step.make_state(spec, harness.init_params(spec.model))
+  state = harness.make_state(spec)
   _, values = runner.step_fn(state, runner.spread.place(host()), sites)
   stats = jax.device_get(values["tensor_stats"])
   assert all(np.isfinite(v).all() for v in stats.values())
@@ -62,7 +62,7 @@ def of_numpy(x):
 
 def test_statistics_are_those_of_what_the_model_computes():
   spec = plan_of()
-  params, batch = harness.init_params(spec.model), host()
+  params, batch = harness.init_params(spec.model, spec.seed), host()
   cfg, run, sites = spec.model, spec.run, spec.sites()
 
   def layer(x_BLD, of_layer, context):
