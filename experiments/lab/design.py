@@ -97,7 +97,7 @@ class System:
     config: "FILE:ARM" instead of configs/pretrain_tiny.py, {recipe} in it; with `needs`, a file
       that must be there, and the command that makes it.
     twins: seeds that have a nudged twin (init.nudge), the noise floor of their recipe; none where
-      no verdict is wanted, nor where seeds train at once.
+      no verdict is wanted.
     first_seed: the others follow it.
     shows: tables of stability.py that the ledger prints besides.
   """
@@ -144,8 +144,8 @@ class System:
       for rate, seed in itertools.product(arm.rates or self.rates or (None,), seeds):
         changes = arm.changes + ((("optim.peak_lr", rate),) if rate else ())
         own = (self.size, self.corpus, arm.recipe, changes, self.steps, seed)
-        is_plain = self.illustration or self.is_mapped
-        for is_twin in (False, True)[: 2 if seed < self.twins and not is_plain else 1]:
+        has_twin = seed < self.twins and not self.illustration
+        for is_twin in (False, True)[: 2 if has_twin else 1]:
           made.append(Run(*own, is_twin, self.config))
     return made
 

@@ -11,6 +11,7 @@ this library does not know are named and left out. Exit codes are those of `laun
 
 import argparse
 import dataclasses
+import itertools
 import os
 import pathlib
 import subprocess
@@ -142,11 +143,12 @@ def jobs(systems: list[design.System], workdir: str, done: set[str], measured) -
       cost, _ = hours_lib.hours(run, measured)
       made.append(Job(*run.trial, folder, members=((run, folder),), hours=cost))
   for system in (s for s in systems if s.is_mapped):
-    for arm in system.arms:
-      own = system.runs((arm,))
+    for arm, is_twin in itertools.product(system.arms, (False, True)):
+      own = [run for run in system.runs((arm,)) if run.is_twin == is_twin]
       if all(run.name in done for run in own):
         continue
-      folder = os.path.join(workdir, "runs", own[0].group.rpartition("-peak_lr")[0] or own[0].group)
+      name = own[0].group.rpartition("-peak_lr")[0] or own[0].group
+      folder = os.path.join(workdir, "runs", name + "-twin" * is_twin)
       sweep = _sweep(own)
       members = tuple(zip(own, (t.workdir for t in sweep.trials(folder)), strict=True))
       cost = sum(hours_lib.hours(run, measured, len(own))[0] for run in own)

@@ -176,7 +176,7 @@ SYSTEMS = (
     Comparison("float16, unit", "float16, loss scale", "close", 0.0),
   ), steps=147, size="0p8m", illustration=True),
   System("2024_fp8_and_back", _arms(*_MASKS), _higher(0.5, *_MASKS), size="0p8m", steps=147,
-         rates=(2e-3, 4e-3, 8e-3), fixed_seeds=20, is_mapped=True, shows=("divergence",)),
+         rates=(2e-3, 4e-3, 8e-3), fixed_seeds=20, is_mapped=True, twins=1, shows=("divergence",)),
   # Japanese, English and code, as the paper's data. Spikes need steps, and its claims have no
   # numbers: an illustration.
   System("2024_speed_stability", _arms("block_128"), _higher(0.5, "block_128"), size="0p8m",

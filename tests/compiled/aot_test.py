@@ -148,18 +148,24 @@ def small(
   return prove(spec, lowered.compile(options).as_text())
 
 
-def small_all(remat: str) -> list[dict]:
+def small_all(remat: str, emulated: bool) -> list[dict]:
   """The first with several shapes, by which its sites can be told apart."""
   return [
     small(recipe_of, remat, REMAT[remat], shape=ONE_SHAPE if n else None)
     for n, recipe_of in enumerate(mixtures(remat))
+    if emulated == bool(set(recipe_of.values()) & set(EMULATED))
   ]
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
-def test_every_recipe_runs_in_fp8_on_h200(remat, capsys):
-  for found in _elsewhere(f"small_all({remat!r})"):
+@pytest.mark.parametrize("remat, emulated", [
+  ("full", False), *(pytest.param(*case, marks=pytest.mark.slow)
+                     for case in (("full", True), ("none", False), ("none", True))),
+])  # fmt: skip
+def test_every_recipe_runs_in_fp8_on_h200(remat, emulated, capsys):
+  """Those that no Hopper kernel multiplies take half of the time and are in the slow suite."""
+  assert (all_found := _elsewhere(f"small_all({remat!r}, {emulated})"))
+  for found in all_found:
     _show(capsys, found)
     assert not found["refused"] and found["fp8"] == found["planned"] > 0
 

@@ -187,17 +187,24 @@ def test_the_queue_keeps_a_file_of_every_run_that_is_over(tmp_path):
   assert f"--workdir={left[0].workdir}" in arguments
 
 
-def test_an_arm_whose_seeds_train_at_once_is_one_sweep(tmp_path):
+def test_an_arm_whose_seeds_train_at_once_is_one_sweep_and_its_twins_another(tmp_path):
   system = system_of("higher", rates=(1e-3, 2e-3), fixed_seeds=3, is_mapped=True, size="0p8m")
-  first, other = run_queue.jobs([system], str(tmp_path), set(), {})
-  assert "--vmap" in first.arguments() and len(first.members) == 6
-  scope = {}
-  exec(pathlib.Path(first.sweep).read_text(), scope)
-  sweep = scope["SWEEP"]
-  assert isinstance(sweep, spec.Sweep)
-  for trial, (run, workdir) in zip(sweep.trials(first.workdir), first.members, strict=True):
-    assert trial.workdir == workdir and trial.config == run.trial[0]
-    assert run.trial[1].items() <= trial.changes.items()
+  first, twins, other, _ = made = run_queue.jobs([system], str(tmp_path), set(), {})
+  assert len({workdir for job in made for _, workdir in job.members}) == 2 * (6 + 4)
+  for job, count in ((first, 6), (twins, 4)):
+    assert "--vmap" in job.arguments() and len(job.members) == count
+    scope = {}
+    exec(pathlib.Path(job.sweep).read_text(), scope)
+    sweep = scope["SWEEP"]
+    assert isinstance(sweep, spec.Sweep)
+    for trial, (run, workdir) in zip(sweep.trials(job.workdir), job.members, strict=True):
+      assert trial.workdir == workdir and trial.config == run.trial[0]
+      assert run.trial[1].items() <= trial.changes.items()
+      assert run.is_twin == trial.changes.get("init.nudge", False) == (job is twins)
+  (left,) = run_queue.jobs([system], str(tmp_path), {
+    run.name for job in made if job is not twins for run, _ in job.members
+  }, {})  # fmt: skip
+  assert left == twins
   _left(pathlib.Path(other.members[4][1]))
   marked = pathlib.Path(other.members[5][1])
   _left(marked)
@@ -245,7 +252,7 @@ def test_the_queue_runs_everything_once(tmp_path, monkeypatch):
   systems = (
     design.System("alone", arms, question, fixed_seeds=2, twins=1, **own),
     design.System("at_once", (design.Arm("d", "tensor_delayed", small),), (), fixed_seeds=2,
-                rates=(1e-3,), is_mapped=True, **own),
+                rates=(1e-3,), is_mapped=True, twins=1, **own),
   )  # fmt: skip
   monkeypatch.setattr(runs, "SYSTEMS", systems)
   monkeypatch.chdir(tmp_path)
