@@ -51,12 +51,21 @@ FLOATS = {
   "e6m9(bias=20, max=3.5)": (6, 9, 20, 3.5, "inf nan", "float32"),
 }
 INTEGERS = {f"int{n}": n for n in range(2, 9)}
-LOGS = {"lns8": (8, 8), "lns6(gamma=1)": (6, 1), "lns10(gamma=32)": (10, 32)}
+LOGS = {
+  "lns8": (8, 8), "lns6(gamma=1)": (6, 1), "lns10(gamma=32)": (10, 32),
+  "lns12(gamma=128)": (12, 128), "lns14(gamma=512)": (14, 512), "lns16(gamma=2048)": (16, 2048),
+}  # fmt: skip
 TILES = {"logfmt8": 8, "logfmt10": 10}
 NAMED = {*FLOATS, *INTEGERS, *LOGS, *TILES}
 TINY = 2.0**-126
 # EDEN is of two-level scales.
 ROUNDINGS = [r for r in Rounding if r is not Rounding.EDEN]
+
+
+# Those of more than 12 bits differ in the length of a table.
+_LOGS = [
+  pytest.param(name, marks=[pytest.mark.slow] * (bits > 12)) for name, (bits, _) in LOGS.items()
+]
 
 
 def test_no_named_format_lacks_a_row():
@@ -83,7 +92,7 @@ def numbers(name: str) -> np.ndarray:
 def inputs(name: str) -> np.ndarray:
   """All BF16 numbers, every number and tie with its float32 neighbours, the ends, specials.
 
-  Float32 subnormals are left out: some backends take them for 0.
+  Float32 subnormals are left out, which count as 0.
   """
   grid = numbers(name)
   ties = np.sqrt(grid[1:-1] * grid[2:]) if name in LOGS else (grid[1:] + grid[:-1]) / 2
@@ -131,11 +140,22 @@ def differences(got, want, x) -> int:
   return conformance.differences(np.where(np.isnan(x), np.abs(got), got), want)
 
 
-@pytest.mark.parametrize("name", [*FLOATS, *INTEGERS, *LOGS])
+@pytest.mark.parametrize("name", [*FLOATS, *INTEGERS, *_LOGS])
 def test_rounding_is_what_a_search_among_all_numbers_finds(name):
   x = inputs(name)
   for got, down in zip(rounded(name), (False, True)):
     assert differences(got, searched(name, x, down), x) == 0, down
+
+
+def test_float32_subnormals_count_as_0():
+  """In formats that have such numbers, and in LNS, where the smallest stands for all others."""
+  x = conformance.all_bfloat16("")
+  x = x[(np.abs(x) < TINY) & (x != 0)]
+  fmts = [formats.by_name(name) for name in FLOATS if numbers(name)[1] < TINY]
+  assert len(fmts) >= 4
+  fmts.append(formats.LNS8)
+  for got in jax.jit(lambda x: [quantize.cast(x, fmt).astype(jnp.float32) for fmt in fmts])(x):
+    assert not np.asarray(got).any() and len(got) == 254
 
 
 @pytest.mark.parametrize("name", [n for n in FLOATS if FLOATS[n][0] > 2 or FLOATS[n][4]])
@@ -163,7 +183,7 @@ def test_rounding_is_gfloats(name):
   assert conformance.differences(got[1], down) == 0
 
 
-@pytest.mark.parametrize("name", LOGS)
+@pytest.mark.parametrize("name", _LOGS)
 def test_halfway_in_log_space_is_decided_as_by_whole_numbers(name):
   """n / 2^e lies beyond 2^((2k + 1) / (2 gamma)) where n^(2 gamma) > 2^(2k + 1 + 2 gamma e)."""
   gamma, grid = LOGS[name][1], numbers(name)[1:]
@@ -236,6 +256,34 @@ def test_logfmt_spaces_a_tile_evenly_in_log_and_rounds_in_linear_space(name, rng
     beneath = [levels[levels <= m * (1 - slack)].max(initial=0) for m in magnitude]
     assert np.all((below <= magnitude) & (below >= np.multiply(beneath, 1 - slack)))
   assert np.all(np.signbit(got) == np.signbit(x))
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_logfmt_rounds_all_bfloat16_numbers_and_every_tie_in_a_tile_of_all_32_octaves(name):
+  """Specials and what is beyond the tile's ends among them; slack as above."""
+  spaces, slack = 2 ** (TILES[name] - 1) - 2, 2.0**-18
+  levels = np.concatenate([[0.0], 2.0 ** np.linspace(-32, 0, spaces + 1)])
+  near = conformance.around(np.concatenate([levels, (levels[1:] + levels[:-1]) / 2]))
+  x = np.concatenate([conformance.all_bfloat16(name), near, np.float32([3.4e38])])
+  x = np.resize(x, (-(-x.size // 126), 126))
+  ends = np.broadcast_to(np.float32([1, 2.0**-32]), (len(x), 2))
+  fmt = formats.by_name(name)
+  run = jax.jit(lambda x: [r(x, fmt, (1,)) for r in (rounding.nearest, rounding.toward_zero)])
+  got, down = (np.float64(made)[:, :126] for made in run(np.concatenate([x, ends], axis=1)))
+  is_nothing = np.isnan(x) | (np.abs(x) < TINY)
+  magnitude = np.float64(np.where(is_nothing, 0, np.minimum(np.abs(x), 1)))
+  above = np.clip(np.searchsorted(levels, magnitude), 1, len(levels) - 1)
+  nearest = np.minimum(levels[above] - magnitude, magnitude - levels[above - 1])
+  assert np.all(np.abs(np.abs(got) - magnitude) <= nearest + slack * magnitude)
+  beneath = levels[np.searchsorted(levels, magnitude * (1 - slack), side="right") - 1]
+  assert np.all((np.abs(down) <= magnitude) & (np.abs(down) >= beneath * (1 - slack)))
+  for made in (got, down):
+    assert not made[is_nothing].any() and np.all(np.abs(made[np.abs(x) >= 1]) == 1)
+    at = np.clip(np.searchsorted(levels, np.abs(made)), 1, len(levels) - 1)
+    off = np.minimum(np.abs(levels[at] - np.abs(made)), np.abs(levels[at - 1] - np.abs(made)))
+    assert np.all(off <= slack * np.abs(made))
+    is_kept = ~np.isnan(x) & (made != 0)
+    assert np.all(np.signbit(made)[is_kept] == np.signbit(x)[is_kept])
 
 
 def test_a_grid_per_tile_needs_a_tile():
