@@ -215,21 +215,21 @@ SYSTEMS = (
 # {system: the test that reproduces what its paper computes, or why there is none}.
 ARITHMETIC = {
   **{s.slug: "baseline: nothing of a paper" for s in SYSTEMS if s.slug.startswith(CORPUS)},
-  "2025_infir2": "recipe/golden_products_test.py::test_products_are_the_golden_ones",
+  "2025_infir2": "ops/linear_test.py::test_dot_equals_an_emulation_written_from_the_papers",
   "2025_fp4": "recipe/papers_test.py::test_three_products_are_those_of_the_paper",
   "2025_quartet": "experiments/error_tables_test.py::test_quartets_table_is_what_its_rules_give",
   "2025_nvfp4":
-    "experiments/error_tables_test.py::test_a_factor_between_nvfp4s_roundings_is_what_they_give",
+    "recipe/papers_test.py::test_random_and_delayed_products_are_those_of_the_paper_at_known_draws",
   "2025_halo": "recipe/papers_test.py::test_three_products_are_those_of_the_paper",
   "2024_trillion_token":
     "experiments/error_tables_test.py::test_adams_step_along_gradients_is_numpys",
   "2023_fp8_lm": "optim/masters_test.py::test_sums_of_microbatches_are_right_in_the_mean",
-  "2024_coat": "optim/adam_test.py::test_dynamics_of_presets_and_of_what_they_avoid",
+  "2024_coat": "quantization/quantized_tensor_test.py::test_expansion_keeps_what_coat_keeps",
   "2024_deepseek_v3": "kernels/emulated_sm90_test.py::test_sums_are_those_of_the_model_to_the_bit",
   "2025_munit":
     "optim/groups_test.py::test_rates_by_width_are_those_of_the_layers_matrices_and_multiply_others",
   "2025_munit_rates":
-    "models/munit_test.py::test_every_tensor_of_the_forward_pass_has_unit_variance_at_the_start",
+    "models/munit_test.py::test_stream_blocks_and_products_of_unit_inputs_have_unit_variance",
   "2023_unit_scaling":
     "models/unit_scaling_test.py::test_each_factor_gives_what_it_multiplies_deviation_1",
   "2024_fp8_and_back":

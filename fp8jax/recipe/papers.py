@@ -1,8 +1,9 @@
 """Recipes of papers, for comparison: what each one multiplies, as values.
 
-`library.py` has the recipes to train with. These are emulated, on a GPU by name alone
-(`kernels.matmul="reference"`). Each cites its source and says where the paper and its code differ.
-A recipe's comment names the parts that a configuration adds, such as layers in 16 bits.
+`library.py` has the recipes to train with. On a GPU "auto" takes those of these that its FP8 GEMMs
+multiply exactly (E2M1 under a scale per row or tensor, as E4M3) and refuses the others, which
+`kernels.matmul="reference"` emulates. Each cites its source and says where the paper and its code
+differ. A recipe's comment names the parts that a configuration adds, such as layers in 16 bits.
 """
 
 import dataclasses

@@ -6,6 +6,7 @@ written out here, line by line as XLA prints them, and from compiled ones in aot
 
 import dataclasses
 import io
+from typing import Any
 
 import aot_harness
 import harness
@@ -15,10 +16,10 @@ from harness import HOPPER
 from jax.extend import core as jex_core
 
 from fp8jax import formats
-from fp8jax.compiled import fp8_gemms, hlo
+from fp8jax.compiled import expected_gemms, fp8_gemms, hlo
 from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels.gemm import xla
-from fp8jax.recipe import library
+from fp8jax.recipe import library, papers
 from fp8jax.recipe.gemm import PASSES, Gemm, Recipe
 from fp8jax.recipe.quant import WHOLE, Quant, Scale
 from fp8jax.step import train_step
@@ -120,6 +121,27 @@ def test_on_a_gpu_emulation_is_asked_for_and_is_never_taken_for_fp8(monkeypatch)
   fp8_gemms.check(spec, harness.program_text([harness.Call(Q, 256, 192, 192, 2, dtype="f32")]))
   said = _refused(spec, [harness.Call(Q, 256, 192, 192, 2)])
   assert said.startswith("layers/attn/q fwd: the program has 2 FP8 GEMMs that the plan does not")
+
+
+# What Hopper's FP8 GEMMs multiply: E4M3, E5M2, and E2M1 as E4M3, under scales that they know.
+HOPPERS = (
+  "fp4_w4a8", "fp4_w4a4", "fp4_dge", "fp4_occ", "fp4", "halo_fp4_2", "halo_fp8_0", "fp8_unscaled",
+  "block_128_requantized", "unit_scaling", "unit_scaling_wide", "unit_head", "munit_scaling",
+  "munit_scaling_wide", "munit_head",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", papers.PAPERS)
+def test_on_hopper_a_papers_recipe_has_its_kernels_or_is_refused_with_the_way_out(name):
+  changes: dict[str, Any] = {"precision__rules": (("layers/.*", name), ("head", "bf16"))}
+  changes["device"] = HOPPER
+  if name in HOPPERS:
+    rows = expected_gemms.expected(harness.debug_plan(**changes))
+    assert {row.backend for row in rows} <= {"xla", "xla_sm90", "mosaic_sm90"}
+    return
+  with pytest.raises(ValueError, match="no FP8 kernel for sm_90 runs ") as e:
+    harness.debug_plan(**changes)
+  assert "kernels.matmul='reference' emulates every recipe" in str(e.value)
 
 
 @pytest.mark.parametrize("remat", aot_harness.REMAT)
