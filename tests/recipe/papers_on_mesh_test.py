@@ -29,6 +29,11 @@ def _of(name: str, q: Quant) -> Recipe:
   return Recipe(name, *(Gemm(q, q, WHOLE in q.tile and Accumulation.PRECISE or q.tile[1]),) * 3)
 
 
+def _mixed(*names: str) -> Gemm:
+  lhs, rhs = (Quant(formats.by_name(name), (1, 32)) for name in names)
+  return Gemm(lhs, rhs, 32)
+
+
 ON_MESH = [
   *(PAPERS[n] for n in ("fp4", "munit_scaling", "block_128_requantized", "quartet", "lns8")),
   *(PAPERS[n] for n in ("mask_e8m4", "mask_e7m7", "nvfp4_4or6", "nvfp4_eden", "nvfp4_sr_room")),
@@ -37,6 +42,8 @@ ON_MESH = [
   _of("gaudi2", Quant(E4M3_240, scale=Scale.GAUDI2, clip=Largest(2.0))),
   _of("logfmt8", Quant(formats.LOGFMT8, (1, 32))),
   _of("nvfp4", Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32)),
+  # Soft formats, in bfloat16, FP8 and whole numbers.
+  Recipe("soft", _mixed("e5m6", "e3m4_30"), _mixed("int4", "int8"), _mixed("e3m2", "e2m3")),
   Recipe("left", LEFT, LEFT, LEFT),
   Recipe("tensors", *(Gemm(q, _WIDE[3]) for q in _WIDE[:3])),
 ]

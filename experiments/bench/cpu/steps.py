@@ -1,15 +1,17 @@
 """CPU-seconds of a training step, by recipe and backend, by tokens and by width.
 
 command: python experiments/bench/cpu/steps.py [recipes] [curve WIDTH TOKENS,TOKENSxBATCHES,...]
+  [--arms ARM,ARM] [--source DIR]
 hardware: any CPU; other work on the machine disturbs caches, and wall time altogether
 
 Arms take turns in one process; a figure is the median of process_time over their turns, with the
-faults of memory pages beside it. `recipes` is 3.4M parameters and 2,048 tokens per step, once with
-malloc as it is and once with huge pages, as launch.py runs. `curve` is 4 layers, with huge pages;
-8192x4 are 8,192 tokens in four microbatches. Appends to steps.json beside this file, with
-provenance and the machine's load.
+faults of memory pages beside it, once with malloc as it is and once with huge pages, as launch.py
+runs. `recipes` is 3.4M parameters and 2,048 tokens per step. `curve` is 4 layers; 8192x4 are 8,192
+tokens in four microbatches. `--source` measures another checkout. Appends to steps.json beside this
+file, with provenance and the machine's load.
 """
 
+import argparse
 import json
 import os
 import pathlib
@@ -20,11 +22,15 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
+SOURCE = pathlib.Path(os.environ.get("STEPS_SOURCE", HERE.parents[2])).resolve()
+sys.path[:0] = [str(SOURCE), str(HERE.parent)]
 
 HUGE = "glibc.malloc.hugetlb=1"
 LENGTH, VOCABULARY = 256, 4096
-ARMS = ("bf16", "block_128", "block_128 dequantized", "block_128_pow2 dequantized")
+ARMS = (
+  "bf16", "block_128", "block_128 dequantized", "block_128 dequantized per_step",
+  "block_128_pow2 dequantized",
+)  # fmt: skip
 
 
 class Arm:
@@ -43,9 +49,11 @@ class Arm:
     from fp8jax.kernels import choose
     from fp8jax.step import train_step
 
-    recipe, _, backend = name.partition(" ")
+    recipe, backend, form = (*name.split(), "auto", "per_product")[:3]
     c = base.get_config(recipe)
-    c.kernels.matmul = backend or "auto"
+    c.kernels.matmul = backend
+    if form != "per_product":
+      c.memory.weight_operands = form
     c.model.num_layers, c.model.hidden_size, c.model.intermediate_size = layers, width, 3 * width
     c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = width // 64, width // 128, 64
     c.model.vocab_size, c.mesh.fsdp = VOCABULARY, 1
@@ -99,28 +107,35 @@ def measure(names, layers: int, width: int, tokens: int, rounds: int, microbatch
   }
 
 
-def main(what="recipes", width="256", tokens="512,2048,3072,8192", rounds="7"):
+def main():
   """Runs itself again for every way of malloc, which is settled when a process begins."""
-  if "STEPS_BENCH" not in os.environ:
-    for tunables in ("", HUGE) if what == "recipes" else (HUGE,):
-      environment = {**os.environ, "STEPS_BENCH": "1", "GLIBC_TUNABLES": tunables}
-      command = [sys.executable, __file__, what, width, tokens, rounds]
-      subprocess.run(command, env=environment, check=True)
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("what", nargs="?", default="recipes", choices=("recipes", "curve"))
+  parser.add_argument("width", nargs="?", type=int, default=256)
+  parser.add_argument("tokens", nargs="?", default="512,2048,3072,8192")
+  parser.add_argument("--arms", default="")
+  parser.add_argument("--rounds", type=int, default=7)
+  parser.add_argument("--source", default=str(SOURCE))
+  asked = parser.parse_args()
+  if "STEPS_SOURCE" not in os.environ:
+    for tunables in ("", HUGE):
+      environment = {**os.environ, "STEPS_SOURCE": asked.source, "GLIBC_TUNABLES": tunables}
+      command = [sys.executable, str(pathlib.Path(__file__).resolve()), *sys.argv[1:]]
+      subprocess.run(command, env=environment, check=True, cwd=asked.source)
     return
   import timing
 
   path, malloc = HERE / "steps.json", os.environ["GLIBC_TUNABLES"] or "as it is"
-  cases = (
-    [(3, 256, "2048")] if what == "recipes" else [(4, int(width), n) for n in tokens.split(",")]
-  )
-  names = ARMS if what == "recipes" else ARMS[:3]
+  is_curve = asked.what == "curve"
+  cases = [(4, asked.width, n) for n in asked.tokens.split(",")] if is_curve else [(3, 256, "2048")]
+  names = asked.arms.split(",") if asked.arms else ARMS[:3] if is_curve else ARMS
   for layers, wide, count in cases:
     total, _, microbatches = count.partition("x")
-    arms = measure(names, layers, wide, int(total), int(rounds), int(microbatches or 1))
-    results = timing.read(path)
-    results[f"{what} {layers}x{wide}, {count} tokens, malloc {malloc}"] = {
-      "arms": arms, "load": [round(x, 1) for x in os.getloadavg()],
-      "provenance": timing.provenance(),
+    arms = measure(names, layers, wide, int(total), asked.rounds, int(microbatches or 1))
+    results, provenance = timing.read(path), timing.provenance()
+    source = "" if SOURCE == HERE.parents[2] else f", commit {provenance['commit'][:8]}"
+    results[f"{asked.what} {layers}x{wide}, {count} tokens, malloc {malloc}{source}"] = {
+      "arms": arms, "load": [round(x, 1) for x in os.getloadavg()], "provenance": provenance,
     }  # fmt: skip
     timing.write(path, results)
     ratios = json.dumps({k: (v["cpu_seconds"], v["ratio"]) for k, v in arms.items()})
@@ -128,4 +143,4 @@ def main(what="recipes", width="256", tokens="512,2048,3072,8192", rounds="7"):
 
 
 if __name__ == "__main__":
-  main(*sys.argv[1:])
+  main()
