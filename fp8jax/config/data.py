@@ -8,6 +8,7 @@ from fp8jax.config import chat as chat_checks
 from fp8jax.config.needs import TRAINING, Needs
 from fp8jax.data import config as data_config
 from fp8jax.data import sources, tokenize
+from fp8jax.data.chat import conversation
 from fp8jax.errors import ConfigErrors, UserError, check_number, nearest
 
 _AS_THEY_ARE = (
@@ -92,6 +93,15 @@ def _check_source(key: str, source: dict[str, Any], tokenizer, d: Any, problems:
   problems.one_of(f"{key}.chat", source["chat"], sources.CHAT_FORMATS)
   if source["kind"] not in sources.KINDS or source["chat"] not in sources.CHAT_FORMATS:
     return
+  if format := source["chat"]:
+    fields = (source["field"], conversation.FIELDS[format])
+    given, wanted = map(conversation.columns, fields)
+    if len(given) != len(wanted):
+      problems.found.append(
+        f"{key}.field={source['field']!r} names {len(given)} columns and chat={format!r} reads "
+        f"{len(wanted)}; give e.g. {fields[1]!r}"
+      )
+      return
   problems.attempt(lambda: _check_files(source, tokenizer, d), key)
 
 

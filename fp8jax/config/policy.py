@@ -124,7 +124,8 @@ def _metric_problems(c: Any, metric: str) -> list[str]:
 def site_problems(spec: TrainSpec) -> list[str]:
   """Sites that cannot have what a policy may give them, and policies without sites, in words.
 
-  So are patterns of policies and alarms that cannot be matched with the sites in time.
+  So are patterns of policies and alarms that cannot be matched with the sites in time, and alarms
+  of no tensor.
   """
   if not spec.precision.policy and all(alarm.sites == ".*" for alarm in spec.log.alarms):
     return []
@@ -140,6 +141,11 @@ def site_problems(spec: TrainSpec) -> list[str]:
     for p in spec.precision.policy
   ]
   tried = [(key, patterns.problem(sites, of)) for key, sites, of in stated]
+  tried += [
+    (f"log.alarms: {a.statistic}", f"{a.sites!r} matches none of {', '.join(tensors[:6])}, …")
+    for a in spec.log.alarms
+    if not patterns.problem(a.sites, tensors) and not patterns.matches(a.sites, tensors)
+  ]
   if texts := [f"{key}: {problem}" for key, problem in tried if problem]:
     return texts
   switches = [p for p in spec.precision.policy if isinstance(p, policy_lib.SwitchRecipe)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from typing import Any
 
 from fp8jax import axes, patterns
@@ -24,13 +25,17 @@ from fp8jax.recipe.quant import Quant
 from fp8jax.step import quantized_once
 
 
-def read(c: Any) -> Precision:
+def read(c: Any, steps: int | None = None) -> Precision:
   """`precision` of a config as phases.
+
+  Args:
+    steps: of the run; None where data.epochs would have to count them, which then sets no end.
 
   Raises:
     ValueError: a rule, a recipe or a step that makes no sense.
   """
   p = c.precision
+  end: int = (sys.maxsize if c.data.epochs else c.steps) if steps is None else steps
   phases = [(0, _rules("precision.rules", p.rules))]
   for i, entry in enumerate(p.schedule):
     key = f"precision.schedule[{i}]"
@@ -38,10 +43,10 @@ def read(c: Any) -> Precision:
       raise ValueError(
         f"{key}={entry!r} is no pair of a first step and rules, such as (900, (('.*', 'bf16'),))"
       )
-    if not phases[-1][0] < entry[0] < c.steps:
+    if not phases[-1][0] < entry[0] < end:
       raise ValueError(
         f"{key} starts at step {entry[0]}; phases start in order, after step {phases[-1][0]} and "
-        f"before the last, steps={c.steps}"
+        f"before the last, steps={end}"
       )
     phases.append((entry[0], _rules(key, entry[1])))
   return Precision(tuple(Phase(start, rules) for start, rules in phases))

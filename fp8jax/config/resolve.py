@@ -64,7 +64,7 @@ def resolve(
   optim = _optim(c, steps, model, problems)
   microbatch = layout_checks.microbatch(c, layout, problems, needs)
   run = _with_attention(c, run, model, microbatch, device, problems)
-  recipes = problems.attempt(lambda: precision_checks.read(c))
+  recipes = problems.attempt(lambda: precision_checks.read(c, steps))
   precision_checks.check_smooth(c, model, problems)
   table = c.precision.calibration if needs.has_calibration else ""
   problems.file("precision.calibration", table, "write it with --job=calibrate")

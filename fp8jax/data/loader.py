@@ -267,6 +267,11 @@ def _shuffled_windows(spec: DataConfig, name: str, source, shard: Shard, counts:
 def _windows(spec: DataConfig, name: str, source, split: str, shard: Shard, counts: DocumentCounts):
   """Windows of seq_len + 1 tokens with segment ids and positions."""
   documents = sources_lib.open_source(source, split, spec.tokenizer.vocab_size)
+  if not len(documents):
+    raise UserError(
+      f"data.sources.{name} has no {split} documents; give more data"
+      + (", or another data.heldout_fraction" if split == "heldout" else "")
+    )
   if len(documents) < shard.count:
     raise UserError(
       f"data.sources.{name} has {len(documents)} {split} documents, fewer than the {shard.count} "

@@ -16,7 +16,7 @@ from fp8jax.data import sources as sources_lib
 from fp8jax.errors import UserError, read_json, writing
 
 SPLITS = ("train", "heldout")
-_REMEDY = "set prepare.path to another folder"
+_REMEDY = "name another folder as --out=FOLDER"
 
 
 def run(

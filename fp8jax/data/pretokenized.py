@@ -43,7 +43,8 @@ class Prepared(reading.Reopened):
   """Token sequences that `--job=prepare` wrote to ArrayRecord files."""
 
   def __init__(self, path: str, split: str, vocab_size: int | None = None):
-    self.path, self.split, self.vocab_size = path, split, vocab_size
+    self.path, self.split = os.path.expanduser(path), split
+    self.vocab_size = vocab_size
 
   @functools.cached_property
   def index(self) -> dict[str, Any]:

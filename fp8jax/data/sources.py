@@ -126,6 +126,8 @@ def find_files(pattern: str) -> list[str]:
   if streams.is_remote(pattern):
     return streams.find(pattern)
   pattern = os.path.expanduser(pattern)
+  if os.path.isfile(pattern):  # whose name may have [ or *
+    return [pattern]
   first: dict[str, str] = {}
   for path in glob.iglob(pattern, recursive=True):  # lazy: two links to a folder above never end
     other = first.setdefault(os.path.realpath(path), path) if os.path.isfile(path) else path
@@ -281,15 +283,15 @@ class Parquet(_Files):
   """
 
   @functools.cached_property
-  def _opened(self) -> tuple[tuple[str, ...], list[tuple[str, int, int, int]]]:
-    """(columns to read, those of the first file; (path, row group, first row, rows) of all groups).
+  def _opened(self) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, int, int, int]]]:
+    """({path: columns to read}; (path, row group, first row, rows) of all groups).
 
     A file without rows is one malformed document, group -1, so that it is reported and not passed
     over.
     """
     import pyarrow.parquet as pq  # extra `data`
 
-    columns, groups = (), []
+    columns, groups = {}, []
     for path in self.paths:
       try:
         footer = pq.read_metadata(path)
@@ -303,7 +305,7 @@ class Parquet(_Files):
           raise UserError(
             f"{path}: no column {name!r}; it has {', '.join(names)}. Set data.sources.*.field"
           )
-      columns, first = columns or tuple(self.rows.columns(names)), 0
+      columns[path], first = tuple(self.rows.columns(names)), 0  # a file may have more than others
       for group in range(footer.num_row_groups if footer.num_rows else 0):
         rows = footer.row_group(group).num_rows
         groups.append((path, group, first, rows))
@@ -323,7 +325,7 @@ class Parquet(_Files):
       return {"error": "no rows", "origin": path}
     origin = f"{path}:row {first + row}"
     try:
-      value = _row_group(path, group, columns).slice(row, 1).to_pylist()[0]
+      value = _row_group(path, group, columns[path]).slice(row, 1).to_pylist()[0]
     except UnicodeDecodeError as e:
       return {"error": f"bad UTF-8 at byte {e.start}", "origin": origin}
     except (ValueError, OSError, IndexError) as e:  # pyarrow's, for damaged bytes

@@ -1,6 +1,7 @@
 """Sets that a library opens by folder or name: Hugging Face datasets, TensorFlow Datasets."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ class HfDataset(_Table):
     name, _, configuration = self.dataset.partition(":")
     try:
       if self.path:
-        saved = datasets.load_from_disk(self.path)
+        saved = datasets.load_from_disk(os.path.expanduser(self.path))
         return saved if isinstance(saved, datasets.Dataset) else saved[self.split]
       return datasets.load_dataset(name, configuration or None, split=self.split)
     except Exception as e:  # the library's kinds are many

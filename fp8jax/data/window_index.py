@@ -68,6 +68,8 @@ class Windows(reading.Reopened):
         "them"
       )
     self._tokens = int(self._lengths.sum(dtype=np.int64))
+    if not len(source.lengths):
+      raise UserError(f"{source.path} has no documents to train on; give more data")
     if not self._tokens:
       raise UserError(
         f"{source.path} has no document to train on: {self.too_long} are too long "

@@ -120,6 +120,16 @@ class RLState(run_state.RunState):
     state, values = super().take_step(state, batch, is_loud)
     return state, {**values, **self._values}
 
+  def _sites(self, state, step: int):
+    """The sites of a step that has not begun. A phase that begins with it has no scales of its own
+    yet: they are the calibration's, or those of the tensors themselves."""
+    phase, states = self.spec.phase(step), state.scaling_states
+    here = self.spec.precision.phases[phase]
+    if step == here.start and self.phase != phase:
+      is_known = self.calibration and not here.by_policy
+      states = self.calibration[self.policies.configured.phase(step)] if is_known else {}
+    return evaluator.sites_of(self.spec, None, states, phase)
+
   def _saved(self, path: str) -> list[dict[str, np.ndarray]]:
     if not os.path.exists(f"{path}.npz"):
       raise UserError(
@@ -141,12 +151,7 @@ class RLState(run_state.RunState):
     rules = dataclasses.replace(
       own.rules, sampling=dataclasses.replace(own.rules.sampling, seed=seed)
     )
-    phase = spec.phase(step)
-    states = state.scaling_states
-    if not step and self.calibration:  # the first step has not begun yet
-      states = self.calibration[self.policies.configured.phase(step)]
-    sites = evaluator.sites_of(spec, None, states, phase)
-    drawing = sites
+    drawing = sites = self._sites(state, step)
     if own.rollout:
       drawing = evaluator.sites_of(spec.with_recipe(own.rollout), None, {})
     if compiles := self._generator is None:
@@ -253,9 +258,7 @@ class PairState(RLState):
 
   def next_batch(self, state, step: int):
     batch, number = run_state.RunState.next_batch(self, state, step)
-    spec = self.spec
-    sites = evaluator.sites_of(spec, None, state.scaling_states, spec.phase(step))
-    return {**batch, "reference_BL": self._referred(state, sites, batch)}, number
+    return {**batch, "reference_BL": self._referred(state, self._sites(state, step), batch)}, number
 
 
 def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ def summarise(
   last, accuracies = evaluations.get(str(step)), metrics_writer.accuracies(workdir)
   summary = {
     "step": step,
+    "steps": spec.steps,
     "tokens": step * spec.tokens_per_step,
     "train_loss": train_loss,
     "skipped_updates": int(jax.device_get(state.skipped)),

@@ -50,8 +50,8 @@ Flat = TypedDict("Flat", {
 }, total=False)  # fmt: skip
 Config = TypedDict("Config", {"resolved": Flat, "changed": dict[str, Any]}, total=False)
 Summary = TypedDict("Summary", {
-  "step": Required[Count], "evaluations": dict[str, Evaluation], "seconds": dict[str, float],
-  "fp8_flops_share": float, "fp8_gemm_bytes_share": float,
+  "step": Required[Count], "steps": Count, "evaluations": dict[str, Evaluation],
+  "seconds": dict[str, float], "fp8_flops_share": float, "fp8_gemm_bytes_share": float,
   "accuracies": dict[str, dict[str, Number]],
 }, total=False)  # fmt: skip
 

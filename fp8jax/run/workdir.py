@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,7 +28,13 @@ def finished(workdir: str, flat: dict[str, Any], fingerprint: str) -> dict[str, 
     not identity.diff(flat, config.get("resolved") or {})
     and provenance.get("data_fingerprint") == fingerprint
   )
-  return summary if is_same and summary["step"] >= flat["steps"] else None
+  return summary if is_same and is_over(summary, flat) else None
+
+
+def is_over(summary: Mapping[str, Any], flat: Mapping[str, Any]) -> bool:
+  """Whether a run of this configuration that left this summary has taken all steps; those of
+  data.epochs, which is counted in the data, stand in the summary."""
+  return summary["step"] >= summary.get("steps", flat["steps"])
 
 
 def is_locked(workdir: str) -> bool:

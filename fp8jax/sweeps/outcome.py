@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import math
 import os
-from typing import TypedDict
+from typing import Required, TypedDict
 
 from fp8jax import records
 from fp8jax.config import identity, named
 from fp8jax.errors import UserError
 from fp8jax.run import metrics_writer
+from fp8jax.run import workdir as workdir_lib
 from fp8jax.run.provenance import write_json
 from fp8jax.sweeps.spec import Trial
 
@@ -25,8 +26,10 @@ ELSEWHERE = "running elsewhere"
 _FILES = {
   "config": TypedDict("Config", {"resolved": dict}),
   "trial": TypedDict("Marked", {"status": str}),
-  "summary": TypedDict("Summary", {"step": int, "objective": float | None}),
-}
+  "summary": TypedDict("Summary", {
+    "step": Required[int], "steps": int, "objective": Required[records.Number | None],
+  }, total=False),
+}  # fmt: skip
 # Steps whose mean loss decides.
 _WINDOW = 8
 
@@ -64,9 +67,17 @@ def read(trial: Trial) -> Outcome | None:
     return None
   if marked := find("trial"):
     return Outcome(marked["status"])
-  if (summary := find("summary")) is None or summary["step"] < wanted["steps"]:
+  if (summary := find("summary")) is None or not workdir_lib.is_over(summary, wanted):
     return None
-  return Outcome("finished", summary["objective"])
+  return ended(summary["objective"])
+
+
+def ended(objective: records.Number | None) -> Outcome:
+  """Of a trial that took all steps."""
+  if objective is None:
+    return Outcome("finished")
+  value = float(objective)
+  return Outcome("finished", value) if math.isfinite(value) else Outcome("diverged")
 
 
 def attempt(trial: Trial) -> Outcome | None:

@@ -223,7 +223,7 @@ class _Group:
     )
     if spec.log.report:
       tell(page.attempt(trial.workdir))
-    return Outcome("finished", summary["objective"])
+    return outcome_lib.ended(summary["objective"])
 
 
 def mapped_step(members: list[Member]):

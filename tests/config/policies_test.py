@@ -122,6 +122,16 @@ def test_a_pattern_that_tries_for_ever_is_refused_with_its_key(key, value, monke
   assert "((.+)+)+" in problem and "write each repeat once" in problem
 
 
+@pytest.mark.parametrize("sites", ["layers/.*/mlp/down", "layers/7/.*"])
+def test_an_alarm_that_no_tensor_can_ring_is_refused(sites):
+  """Without the tensor behind the site's name, or of a layer that is not there."""
+  with pytest.raises(ConfigError) as e:
+    harness.one_layer_spec("block_128", **{"log.alarms": (("amax", ">", 1.0, sites),)})
+  (problem,) = e.value.problems
+  assert problem.startswith(f"log.alarms: amax: {sites!r} matches none of head/x, head/w, ")
+  harness.one_layer_spec("block_128", **{"log.alarms": (("amax", ">", 1.0, f"{sites}|head/x"),)})
+
+
 def test_changes_of_policies_hold_through_the_phases_of_the_configuration():
   names = [f"layers/{i}/mlp/{site}" for i in range(2) for site in ("up", "down")]
   phases = (

@@ -253,6 +253,32 @@ def test_tables_render_as_json_lines_do(tmp_path):
   assert found["jsonl"] == found["parquet"] == found["datasets"]
 
 
+def test_a_table_of_several_files_has_the_columns_of_each(tmp_path):
+  """The first one lacks the system's, which the second one has."""
+  parquet = pytest.importorskip("pyarrow.parquet")
+  import pyarrow
+
+  turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+  for name, more in (("a", {}), ("b", {"system": "be brief"})):
+    row = {"conversations": turns, **more}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"{name}.parquet")
+  source = sources.open_source(base.source("parquet", str(tmp_path / "*.parquet"), chat="sharegpt"))
+  first, second = ([m["role"] for m in source[i]["messages"]] for i in range(2))
+  assert first == ["user", "assistant"] and second == ["system", *first]
+
+
+def test_a_file_whose_name_is_a_glob_is_that_file(tmp_path, monkeypatch):
+  for name in ("a1.txt", "a[12].txt", "x [1]/a.txt"):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(name)
+  for name in ("a[12].txt", "x [1]/a.txt"):
+    assert sources.find_files(str(tmp_path / name)) == [str(tmp_path / name)]
+  assert sources.find_files(str(tmp_path / "a?.txt")) == [str(tmp_path / "a1.txt")]
+  monkeypatch.setenv("HOME", str(tmp_path))
+  assert sources.find_files("~/a1.txt") == [str(tmp_path / "a1.txt")]
+  assert sources.Prepared("~/p", "train").path == str(tmp_path / "p")
+
+
 @pytest.mark.parametrize("is_text", [False, True])
 @pytest.mark.parametrize("is_table", [False, True])
 def test_nulls_that_json_states_stay_and_those_of_tables_go(is_text, is_table):

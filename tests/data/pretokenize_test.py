@@ -194,5 +194,5 @@ def test_full_disk_is_named_and_the_same_command_goes_on(tmp_path, corpus):
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
   assert _prepare(tmp_path / "a.jsonl", tokenizer, tmp_path / "full") == whole
   (tmp_path / "file").write_text("")
-  with pytest.raises(UserError, match="file/main cannot be written: Not a directory; set prep"):
+  with pytest.raises(UserError, match="file/main cannot be written: Not a directory; name another"):
     _prepare(tmp_path / "a.jsonl", tokenizer, tmp_path / "file")

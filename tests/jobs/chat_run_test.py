@@ -65,6 +65,8 @@ def test_epochs_are_steps_and_a_stage_starts_from_weights_alone(folder, tmp_path
   assert summary["step"] == 5 and summary["evaluations"] == {}
   said = " ".join(capsys.readouterr().out.split())
   assert "40 samples of" in said and "5 steps of 8 samples, 1.00 epochs" in said
+  assert train.run(spec, str(tmp_path / "first")) == json.loads(json.dumps(summary))
+  assert "first is finished: step 5" in " ".join(capsys.readouterr().out.split())
   first = harness.saved_state(tmp_path / "first", spec, 5)
   assert any(np.any(x) for x in jax.tree.leaves(first.opt))
   # Another recipe, schedule and length, stopped before its first step.
@@ -205,6 +207,10 @@ REFUSED = {
   "kind": ({"data.sources.main.kind": "text"}, "has no conversations; use one of jsonl, parquet"),
   "chat": ({"data.sources.main.chat": "mesages"}, "did you mean 'messages'"),
   "share": ({"optim.warmup_fraction": 1.5}, "optim.warmup_fraction=1.5"),
+  "columns": (
+    {"data.sources.main.chat": "prompt", "data.sources.main.field": "text"},
+    "names 1 columns and chat='prompt' reads 2; give e.g. 'prompt,completion'",
+  ),
   "too few": ({"data.epochs": 0.1}, "data.epochs=0.1 of 40 samples are less than one step"),
   "held out": ({"eval.tokens": 64}, "data.heldout_fraction=0 leaves nothing to evaluate on"),
   "untrained": ({"data.on_untrained": "drop"}, "data.on_untrained='drop' is not one of"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import types
 
 import harness
 import numpy as np
@@ -11,6 +12,7 @@ import tokenizers
 from fp8jax.config import named
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import calibrate, diagnose, rl, train
+from fp8jax.ops import scaling
 from fp8jax.ops.policy_gradient import OBJECTIVES
 from fp8jax.run import nonfinite, preemption
 
@@ -261,6 +263,27 @@ def test_a_rollout_has_the_scales_of_the_state(tmp_path, questions, recipe):
   found = rows(tmp_path / "w")
   assert [found[step]["rl/mismatch"] for step in range(1, 5)] == [0.0] * 4
   assert found[4]["rl/kl_to_old"] > 0  # the parameters moved
+
+
+def test_a_phase_that_begins_draws_by_scales_of_its_own_or_of_the_tensors(monkeypatch):
+  """The states before it are of other sites, or of another recipe."""
+  rules = [(("head", "bf16"), ("layers/.*/attn/.*", "tensor_delayed"), (".*", "bf16")),
+           (("head", "bf16"), (".*", "tensor_delayed"))]  # fmt: skip
+  spec = harness.one_layer_spec(**{
+    "precision.rules": rules[0], "precision.schedule": ((2, rules[1]),), "steps": 4,
+  })  # fmt: skip
+  before = types.SimpleNamespace(scaling_states=scaling.states(spec.sites(phase=0)))
+  monkeypatch.setattr(scaling, "unknown", lambda *_: [])
+  policies = types.SimpleNamespace(configured=spec)
+  for step, phase, table, is_delayed in (
+    (0, -1, None, False), (1, 0, None, True), (2, 0, None, False), (2, 0, "table", True),
+  ):  # fmt: skip
+    kept = {spec.phase(step): scaling.states(spec.sites(phase=spec.phase(step)))}
+    own = types.SimpleNamespace(
+      spec=spec, phase=phase, policies=policies, calibration=kept if table else None
+    )
+    sites = rl.RLState._sites(own, before, step)
+    assert bool(scaling.states(sites)) == is_delayed, (step, table)
 
 
 @pytest.mark.slow

@@ -167,6 +167,24 @@ except UserError: sys.exit(1)
   assert run._ended(_rates(0.5), "s.py", str(folder / "out"), ended, None, console) == 0
 
 
+def test_a_trial_has_finished_after_the_steps_that_it_counted_itself(folder):
+  """data.epochs counts steps in the data: 3 of them, and `steps` stays 4."""
+  (trial,) = _rates(0.25).trials(str(folder / "out"))
+  workdir = pathlib.Path(trial.workdir)
+  workdir.mkdir(parents=True)
+  flat = named.flat(trial.config, trial.changes)
+  (workdir / "config.json").write_text(json.dumps({"resolved": flat}))
+  for step, steps, objective, status in (
+    (3, {"steps": 3}, 2.5, "finished"), (2, {"steps": 3}, 2.5, None), (3, {}, 2.5, None),
+    (4, {}, "nan", "diverged"), (4, {"steps": 4}, "inf", "diverged"), (4, {}, None, "finished"),
+  ):  # fmt: skip
+    summary = {"step": step, "objective": objective, **steps}
+    (workdir / "summary.json").write_text(json.dumps(summary))
+    found = outcome.attempt(trial)
+    assert (found and found.status) == status, summary
+    assert found is None or found.objective == (2.5 if objective == 2.5 else None)
+
+
 def test_trials_without_an_objective_have_finished(folder):
   """eval.tokens=0: the table counts outcomes, and has no mean and no best."""
   sweep = _rates(0.5, 0.25)

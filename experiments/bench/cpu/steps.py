@@ -49,11 +49,11 @@ class Arm:
     from fp8jax.kernels import choose
     from fp8jax.step import train_step
 
-    recipe, backend, form = (*name.split(), "auto", "per_product")[:3]
+    recipe, *how = name.split()
     c = base.get_config(recipe)
-    c.kernels.matmul = backend
-    if form != "per_product":
-      c.memory.weight_operands = form
+    c.kernels.matmul = how[0] if how else "auto"
+    if len(how) > 1:
+      c.memory.weight_operands = how[1]
     c.model.num_layers, c.model.hidden_size, c.model.intermediate_size = layers, width, 3 * width
     c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = width // 64, width // 128, 64
     c.model.vocab_size, c.mesh.fsdp = VOCABULARY, 1
@@ -133,7 +133,8 @@ def main():
     total, _, microbatches = count.partition("x")
     arms = measure(names, layers, wide, int(total), asked.rounds, int(microbatches or 1))
     results, provenance = timing.read(path), timing.provenance()
-    source = "" if SOURCE == HERE.parents[2] else f", commit {provenance['commit'][:8]}"
+    source = f", {asked.arms}" if asked.arms else ""
+    source += "" if SOURCE == HERE.parents[2] else f", commit {provenance['commit'][:8]}"
     results[f"{asked.what} {layers}x{wide}, {count} tokens, malloc {malloc}{source}"] = {
       "arms": arms, "load": [round(x, 1) for x in os.getloadavg()], "provenance": provenance,
     }  # fmt: skip
