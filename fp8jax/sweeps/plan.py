@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from fp8jax import keys
 from fp8jax.errors import UserError, one_line
 from fp8jax.sweeps import spec
 from fp8jax.sweeps.outcome import Outcome
@@ -62,7 +63,9 @@ class Suggested:
       seed = search.seed + len(study.get_trials())
       study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     self._waiting: collections.deque = collections.deque()
-    self._left: dict[str, tuple[Any, int, list]] = {}  # by workdir; the list is shared by seeds
+    # By workdir, of every suggestion of the point: study, number, and a list that seeds share.
+    self._left: dict[str, list[tuple[Any, int, list]]] = collections.defaultdict(list)
+    self._ended: dict[str, Outcome] = {}
     for which, study in self._studies.items():
       for old in study.get_trials(states=(self._states.RUNNING,)):
         self._expand(which, old.number, old.params)
@@ -78,27 +81,40 @@ class Suggested:
       ) from e
 
   def take(self) -> Trial | None:
-    if not self._waiting:
+    while not self._waiting:  # a point may be one that runs or has run
       short = [w for w, s in self._studies.items() if len(s.get_trials()) < self._search.count]
-      if short:
-        which = min(short, key=lambda w: len(self._studies[w].get_trials()))
-        with self._reading():
-          asked = self._studies[which].ask(self._distributions)
-        self._expand(which, asked.number, asked.params)
+      if not short:
+        break
+      which = min(short, key=lambda w: len(self._studies[w].get_trials()))
+      with self._reading():
+        asked = self._studies[which].ask(self._distributions)
+      self._expand(which, asked.number, asked.params)
     return self._waiting.popleft() if self._waiting else None
 
   def _expand(self, which, number: int, params: dict[str, Any]):
     arm, i = which
+    # In the journal JSON has made lists of tuples.
+    point = self._points[i] | {key: keys.as_tuple(value) for key, value in params.items()}
     outcomes: list[Outcome] = []
     for seed in self._sweep.seeds:
-      trial = self._sweep.trial(self._folder, arm, {**self._points[i], **params}, seed)
-      self._left[trial.workdir] = (self._studies[which], number, outcomes)
-      self._waiting.append(trial)
+      trial = self._sweep.trial(self._folder, arm, point, seed)
+      suggestion = (self._studies[which], number, outcomes)
+      if ended := self._ended.get(trial.workdir):
+        self._tell(*suggestion, ended)
+        continue
+      if trial.workdir not in self._left:
+        self._waiting.append(trial)
+      self._left[trial.workdir].append(suggestion)
 
   def give(self, trial: Trial, outcome: Outcome):
-    study, number, outcomes = self._left[trial.workdir]
     if outcome.status not in ("finished", "diverged"):
       return  # asked for again by the next call
+    self._ended[trial.workdir] = outcome
+    for suggestion in self._left[trial.workdir]:
+      self._tell(*suggestion, outcome)
+
+  def _tell(self, study, number: int, outcomes: list[Outcome], outcome: Outcome):
+    """The objective of a suggestion, with the outcome of its last seed."""
     outcomes.append(outcome)
     if len(outcomes) < len(self._sweep.seeds):
       return

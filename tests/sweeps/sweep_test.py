@@ -371,6 +371,41 @@ def test_the_objective_of_a_point_is_the_mean_over_its_seeds(folder, monkeypatch
   assert study.best_value == pytest.approx(0.53)  # of 0.5 + seed / 100
 
 
+def test_a_point_that_is_suggested_again_runs_once_and_is_told_each_time(folder):
+  """Beside the first one, and after it."""
+  optuna = pytest.importorskip("optuna")
+
+  def suggested(count):
+    search = spec.Optuna({"optim.peak_lr": spec.Choice((0.5,))}, count=count)
+    return plan.of(spec.Sweep("c.py", seeds=(0, 1), search=search), str(folder))
+
+  def values():
+    path = optuna.storages.journal.JournalFileBackend(str(folder / "optuna.journal"))
+    study = optuna.load_study(study_name="all-0", storage=optuna.storages.JournalStorage(path))
+    return [t.value for t in study.get_trials()]
+
+  one = suggested(3)
+  trials = [one.take(), one.take()]
+  assert one.take() is None and len({t.workdir for t in trials}) == 2
+  for trial, objective in zip(trials, (3.0, 5.0)):
+    one.give(trial, outcome.Outcome("finished", objective))
+  assert values() == [4.0] * 3 and one.take() is None
+  more = suggested(4)
+  for objective in (3.0, 5.0):  # finished before: its outcome is read
+    more.give(more.take(), outcome.Outcome("finished", objective))
+  assert values() == [4.0] * 4 and more.take() is None
+
+
+@pytest.mark.filterwarnings("ignore:Choices for a categorical distribution")
+def test_an_interrupted_point_of_tuples_goes_on_in_its_folder(folder):
+  pytest.importorskip("optuna")
+  rules = ((("head", "bf16"), (".*", "block_128")), ((".*", "bf16"),))
+  search = spec.Optuna({"precision.rules": spec.Choice(rules)}, count=1)
+  sweep = spec.Sweep("c.py", search=search)
+  first, again = (plan.of(sweep, str(folder)).take() for _ in range(2))
+  assert first == again and first.changes["precision.rules"] in rules
+
+
 @pytest.mark.parametrize(
   "damage",
   [
