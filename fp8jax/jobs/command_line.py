@@ -27,7 +27,8 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
   """absl's parser, with one-line errors that name the nearest valid file, key or value."""
   name, job = (_value_of(flag, argv) for flag in ("config", "job"))
   path = name and name.partition(":")[0]
-  is_alone = any(a.lstrip("-").startswith(("help", "?", "sweep")) for a in argv[1:])
+  is_alone = any(a.lstrip("-").startswith(("help", "?")) for a in argv[1:])
+  is_alone = is_alone or bool(_value_of("sweep", argv))
   if path is None and not is_alone and job not in _WITHOUT_CONFIG:
     _refuse("--config=FILE is required, for example --config=configs/debug.py")
   if path is not None and not os.path.isfile(path):
@@ -133,12 +134,13 @@ def with_changes(workdir: str, argv: list[str]) -> str:
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:
-  """What --flag=VALUE or --flag VALUE gives."""
+  """What --flag=VALUE or --flag VALUE gives, the last of them as absl has it."""
+  last = None
   for arg, following in zip(argv[1:], [*argv[2:], ""]):
     name, is_joined, value = arg.lstrip("-").partition("=")
     if name == flag and arg.startswith("-"):
-      return value if is_joined else following
-  return None
+      last = value if is_joined else following
+  return last
 
 
 def _nearest_file(path: str) -> str:

@@ -21,6 +21,9 @@ DEBUG = "--config=configs/debug.py"
 loads_config_file = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 COMMAND_LINES = [
   ([], "error: --config=FILE is required, for example --config=configs/debug.py"),
+  (["--sweep="], "error: --config=FILE is required, for example --config=configs/debug.py"),
+  (["--job=doctor", "--job=train"],
+   "error: --config=FILE is required, for example --config=configs/debug.py"),
   ([DEBUG, "--config.optim.peak_lrr=1"],
    "error: unknown key --config.optim.peak_lrr; did you mean --config.optim.peak_lr?"),
   ([DEBUG, "--config.step=5"], "error: unknown key --config.step; did you mean --config.steps?"),
