@@ -122,7 +122,7 @@ SYSTEMS = (
                               "w4a4 + occ": "fp4_occ", "w4a4 + both": "fp4"}), (
     *_higher(2.0, "w4a4"), *(Comparison(c, "w4a4", "lower", 1.0)
                              for c in ("w4a8", "w4a4 + dge", "w4a4 + occ", "w4a4 + both")),
-  )),
+  ), twins=1),
   System("2025_quartet", _arms("quartet", **{"mxfp4 plain": "mxfp4", "halo-4": "halo_fp4_2"}), (
     *_higher(2.0, "mxfp4 plain"), Comparison("quartet", "mxfp4 plain", "lower", 1.0),
     Comparison("quartet", "halo-4", "lower", 1.0),

@@ -49,7 +49,7 @@ if method == "modelopt":  # transformers reads none: as compressed-tensors conve
   from compressed_tensors.entrypoints.convert.converters import modelopt_nvfp4
   import glob, safetensors.torch
   made = modelopt_nvfp4.ModelOptNvfp4Converter(ignore=["lm_head"], targets=["re:.*_proj$"])
-  for file in glob.glob(os.path.join(folder, "*.safetensors*")):
+  for file in glob.glob(os.path.join(glob.escape(folder), "*.safetensors*")):
     place = os.path.join(scratch.name, os.path.basename(file))
     if not file.endswith("rs"):
       continue

@@ -134,7 +134,7 @@ def with_changes(workdir: str, argv: list[str]) -> str:
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:
-  """What --flag=VALUE or --flag VALUE gives, the last of them as absl has it."""
+  """The value of the last --flag=VALUE or --flag VALUE, which absl takes."""
   last = None
   for arg, following in zip(argv[1:], [*argv[2:], ""]):
     name, is_joined, value = arg.lstrip("-").partition("=")

@@ -15,7 +15,7 @@ import rich.console
 import texts
 import tokenizers
 
-from fp8jax.data import encode, pretokenize, sources, tokenize
+from fp8jax.data import encode, loader, pretokenize, sources, tokenize
 from fp8jax.data.pretokenized import Prepared
 from fp8jax.errors import UserError
 
@@ -45,6 +45,26 @@ def _prepare(path, tokenizer, target, processes=1, out=None, **changes):
   spec = texts.spec(texts.source("jsonl", path), **{"on_malformed": "skip"} | values)
   index, _ = texts.prepare(spec, target, SHARD, processes, out)
   return index, {p.name: p.read_bytes() for p in (target / "main").iterdir()}
+
+
+def test_prepared_data_without_documents_of_a_split_say_so(tmp_path, corpus):
+  text, tokenizer = corpus
+  (tmp_path / "a.jsonl").write_bytes(text)
+  for share, split, words in (
+    (0.0, "heldout", "data.sources.main has no heldout documents; give more data, or an"),
+    (0.9999999, "train", "/main has no documents to train on; give more data"),
+  ):  # fmt: skip
+    target = tmp_path / split
+    _prepare(tmp_path / "a.jsonl", tokenizer, target, heldout=share)
+    made = tokenize.Tokenizer(tokenizer, "<end>")
+    spec = texts.spec(
+      texts.source("prepared", target / "main"), tokenizer=made, heldout=share, shuffle_windows=4
+    )
+    with pytest.raises(UserError) as e:
+      if split == "heldout":
+        list(loader.heldout_batches(spec, "main", 2, 2))
+      next(iter(loader.train_batches(spec, 2)))
+    assert words in str(e.value)
 
 
 @pytest.mark.parametrize("more, count", [(-1, None), (0, 3), (1, 3)])

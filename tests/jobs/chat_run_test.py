@@ -211,6 +211,10 @@ REFUSED = {
     {"data.sources.main.chat": "prompt", "data.sources.main.field": "text"},
     "names 1 columns and chat='prompt' reads 2; give e.g. 'prompt,completion'",
   ),
+  "late phase": (
+    {"precision.schedule": ((5, ((".*", "bf16"),)),)},
+    "before the last, steps=5",
+  ),  # the steps of an epoch, not the key
   "too few": ({"data.epochs": 0.1}, "data.epochs=0.1 of 40 samples are less than one step"),
   "held out": ({"eval.tokens": 64}, "data.heldout_fraction=0 leaves nothing to evaluate on"),
   "untrained": ({"data.on_untrained": "drop"}, "data.on_untrained='drop' is not one of"),

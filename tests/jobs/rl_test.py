@@ -272,12 +272,14 @@ def test_a_phase_that_begins_draws_by_scales_of_its_own_or_of_the_tensors(monkey
   spec = harness.one_layer_spec(**{
     "precision.rules": rules[0], "precision.schedule": ((2, rules[1]),), "steps": 4,
   })  # fmt: skip
-  before = types.SimpleNamespace(scaling_states=scaling.states(spec.sites(phase=0)))
   monkeypatch.setattr(scaling, "unknown", lambda *_: [])
   policies = types.SimpleNamespace(configured=spec)
   for step, phase, table, is_delayed in (
     (0, -1, None, False), (1, 0, None, True), (2, 0, None, False), (2, 0, "table", True),
+    (2, 1, None, True),
   ):  # fmt: skip
+    entered = scaling.states(spec.sites(phase=max(phase, 0)))
+    before = types.SimpleNamespace(scaling_states=entered)
     kept = {spec.phase(step): scaling.states(spec.sites(phase=spec.phase(step)))}
     own = types.SimpleNamespace(
       spec=spec, phase=phase, policies=policies, calibration=kept if table else None

@@ -175,7 +175,7 @@ def _field(key: str) -> str:
 def notes(folder: str) -> list[str]:
   """The choices that reading a folder makes where its files say two things, one line each."""
   path = os.path.join(folder, "config.json")
-  pickles = sorted(glob.glob(os.path.join(hub.local(folder), "*.bin")))
+  pickles = sorted(glob.glob(os.path.join(glob.escape(hub.local(folder)), "*.bin")))
   beside = [f"{pickles[0]} lies beside the safetensors and is not read"] if pickles else []
   return _rope_from_hf(read_json(folder, "config.json"), path)[2] + beside
 

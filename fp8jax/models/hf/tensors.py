@@ -68,7 +68,7 @@ class Folder:
       self.files = listed
     else:
       self.files = {}
-      for path in sorted(glob.glob(os.path.join(self.folder, "*.safetensors"))):
+      for path in sorted(glob.glob(os.path.join(glob.escape(self.folder), "*.safetensors"))):
         with _open_file(path) as f:
           names_here = dict.fromkeys(f.keys(), os.path.basename(path))
         if twice := sorted(self.files.keys() & names_here):
@@ -82,7 +82,8 @@ class Folder:
     stated = hf_config.read_json(self.folder, "config.json") if os.path.isfile(path) else {}
     self.quantization = scheme_config.of_config(stated, path)
     if not self.files:
-      pickles = [p for end in ("bin", "pt*") for p in glob.glob(f"{self.folder}/*.{end}")]
+      folder = glob.escape(self.folder)
+      pickles = [p for end in ("bin", "pt*") for p in glob.glob(f"{folder}/*.{end}")]
       hint = (
         f"{os.path.basename(pickles[0])} is a pickle, which is never read: convert it with "
         "transformers' save_pretrained"
