@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from fp8jax import calls, patterns
-from fp8jax.config.alarms import ADVICE
+from fp8jax.config import registry
+from fp8jax.config.alarms import ADVICE, read_alarms
 from fp8jax.errors import ConfigErrors, UserError, nearest
 from fp8jax.ops import site_tree
 from fp8jax.phases import policy as policy_lib
@@ -125,7 +126,7 @@ def site_problems(spec: TrainSpec) -> list[str]:
   """Sites that cannot have what a policy may give them, and policies without sites, in words.
 
   So are patterns of policies and alarms that cannot be matched with the sites in time, and alarms
-  of no tensor.
+  of no tensor but the default ones: a model may be without the sites that those know.
   """
   if not spec.precision.policy and all(alarm.sites == ".*" for alarm in spec.log.alarms):
     return []
@@ -141,9 +142,11 @@ def site_problems(spec: TrainSpec) -> list[str]:
     for p in spec.precision.policy
   ]
   tried = [(key, patterns.problem(sites, of)) for key, sites, of in stated]
+  defaults = read_alarms(registry.KEYS["log.alarms"].default)
   tried += [
     (f"log.alarms: {a.statistic}", f"{a.sites!r} matches none of {', '.join(tensors[:6])}, …")
     for a in spec.log.alarms
+    if a not in defaults
     if not patterns.problem(a.sites, tensors) and not patterns.matches(a.sites, tensors)
   ]
   if texts := [f"{key}: {problem}" for key, problem in tried if problem]:
