@@ -39,7 +39,7 @@ class Key:
 
   Attributes:
     name: "optim.peak_lr".
-    type: int, float, str, bool, tuple or dict; with `is_optional` None is a value, too.
+    annotation: of its values, e.g. int, float | None or tuple[str, ...].
     default: of the base configuration.
     meaning: for --explain and the guide, unit included.
     least: the smallest number, or None.
@@ -53,7 +53,7 @@ class Key:
   """
 
   name: str
-  type: type
+  annotation: Any
   default: Any
   meaning: str
   least: float | None
@@ -63,7 +63,17 @@ class Key:
   is_mapped: bool
   is_open: bool
   altering: tuple[str, ...]
-  is_optional: bool
+
+  @property
+  def is_optional(self) -> bool:
+    """Whether None is a value, too."""
+    return isinstance(self.annotation, types.UnionType)
+
+  @property
+  def type(self) -> type:
+    """int, float, str, bool, tuple or dict."""
+    kind = typing.get_args(self.annotation)[0] if self.is_optional else self.annotation
+    return typing.get_origin(kind) or kind
 
 
 def key(
@@ -121,12 +131,9 @@ def _key(name: str, field: dataclasses.Field, annotation, affects: Affects, mapp
   facts = dict(field.metadata)
   facts["affects"] = facts["affects"] or affects
   facts["is_mapped"] = mapped if facts["is_mapped"] is None else facts["is_mapped"]
-  is_optional = isinstance(annotation, types.UnionType)
-  kind = typing.get_args(annotation)[0] if is_optional else annotation
-  kind = typing.get_origin(kind) or kind
   is_made = field.default is dataclasses.MISSING
   default = field.default_factory() if is_made else field.default  # pyright: ignore
-  return Key(name, kind, default, is_optional=is_optional, **facts)
+  return Key(name, annotation, default, **facts)
 
 
 def read(cls: type, values: Mapping[str, Any], **others: Any) -> Any:
@@ -143,6 +150,37 @@ def read(cls: type, values: Mapping[str, Any], **others: Any) -> Any:
 def as_tuple(value: Any) -> Any:
   """Lists, at any depth, as tuples."""
   return tuple(map(as_tuple, value)) if isinstance(value, (list, tuple)) else value
+
+
+def is_of(value: Any, annotation: Any) -> bool:
+  """Whether a value is of a key's annotation; a list, which JSON has, is a tuple."""
+  if annotation is Any:
+    return True
+  if isinstance(annotation, types.UnionType):
+    return any(is_of(value, one) for one in typing.get_args(annotation))
+  kind, of = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
+  if kind is tuple:
+    return isinstance(value, (tuple, list)) and all(is_of(v, of[0]) for v in value)
+  if kind is dict:
+    return hasattr(value, "items") and all(is_of(v, of[1]) for _, v in value.items())
+  if kind in (int, float):
+    return isinstance(value, (int, kind)) and not isinstance(value, bool)
+  return isinstance(value, kind)
+
+
+def expected(annotation: Any) -> str:
+  """An annotation in words: "a whole number, or None", "a tuple, each entry a text"."""
+  if isinstance(annotation, types.UnionType):
+    return ", or ".join(map(expected, typing.get_args(annotation)))
+  kind, of = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
+  inner = of[1] if kind is dict else of[0] if of else Any
+  return _WORDS[kind] + ("" if inner is Any else f", each entry {expected(inner)}")
+
+
+_WORDS = {
+  int: "a whole number", float: "a number", str: "a text", bool: "True or False", tuple: "a tuple",
+  dict: "a group", types.NoneType: "None",
+}  # fmt: skip
 
 
 def problems(cls: type, values: Mapping[str, Any]) -> list[str]:

@@ -55,7 +55,9 @@ def find(folder: str, name: str, kind: Any, remedy: str) -> Any:
   return read(path, kind, remedy) if os.path.exists(path) else None
 
 
-def rows(path: str, kind: Any, remedy: str, others: Any = Any) -> Iterator[tuple[str, Any]]:
+def rows(
+  path: str, kind: Any, remedy: str, others: Any = Any, start: int = 0
+) -> Iterator[tuple[str, Any]]:
   """(line, object) of a file of JSON lines; none where there is no file.
 
   A last line that a killed process has not finished is left out.
@@ -63,6 +65,7 @@ def rows(path: str, kind: Any, remedy: str, others: Any = Any) -> Iterator[tuple
   Args:
     kind: type of every value.
     others: type of the fields that `kind`, a TypedDict, does not name.
+    start: bytes that are passed over, whole lines.
 
   Raises:
     UserError: another line is no JSON or of another type; names it, with the remedy.
@@ -71,6 +74,7 @@ def rows(path: str, kind: Any, remedy: str, others: Any = Any) -> Iterator[tuple
     return
   try:
     with open(path, "rb") as f:
+      f.seek(start)
       for number, line in enumerate(f, 1):
         if not (line := _ended(line)):
           continue

@@ -28,7 +28,7 @@ def read_alarms(stated) -> tuple[Alarm, ...]:
   alarms = []
   for i, entry in enumerate(stated):
     good = isinstance(entry, (tuple, list)) and len(entry) in (3, 4)
-    good = good and entry[0] in ADVICE and entry[1] in ("<", ">")
+    good = good and entry[0] in list(ADVICE) and entry[1] in ("<", ">")
     good = (
       good and isinstance(entry[2], (int, float)) and all(isinstance(e, str) for e in entry[3:])
     )

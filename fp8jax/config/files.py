@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from fp8jax import keys
+from fp8jax.config import registry
 from fp8jax.errors import ConfigErrors, UserError
 
 # A ConfigDict with every key of configs/base.py; types cannot know its keys.
@@ -15,8 +17,6 @@ Config = Any
 # Steps and sizes are int32 on the device; what a corpus is counted in is not.
 _LARGEST = 2**31 - 1
 _LARGE = ("prepare.shard_tokens",)
-# Groups whose keys the user names.
-_OPEN = ("data.sources", "sharding.weights", "sharding.acts")
 
 
 def check_type(c: Any):
@@ -29,7 +29,8 @@ def check_type(c: Any):
 
 
 def check_keys(c: Any, base: ConfigDict):
-  """Refuses a configuration that lacks a key of `base` or has one that nothing reads.
+  """Refuses a configuration that lacks a key of `base`, has one that nothing reads, or a value of
+  another type.
 
   Raises:
     UserError: names the keys; or what get_config returned instead of a configuration.
@@ -50,10 +51,12 @@ def _compare(prefix: str, c: ConfigDict, base: ConfigDict, problems: ConfigError
   added = [f"{prefix}{key}" for key in sorted({*c} - {*base})]
   problems.keys("get_config added a key that nothing reads", added, known)
   for key in sorted({*base} & {*c}):
-    if f"{prefix}{key}" in _OPEN:
-      continue
     here, wanted = c[key], base[key]
-    if isinstance(here, ConfigDict) and isinstance(wanted, ConfigDict):
+    if (one := registry.KEYS.get(f"{prefix}{key}")) is not None:
+      shown = here.to_dict() if isinstance(here, ConfigDict) else here
+      expected = keys.expected(one.annotation)
+      problems.check(keys.is_of(here, one.annotation), f"{one.name}={shown!r}: expected {expected}")
+    elif isinstance(here, ConfigDict) and isinstance(wanted, ConfigDict):
       _compare(f"{prefix}{key}.", here, wanted, problems)
     elif isinstance(here, ConfigDict) or isinstance(wanted, ConfigDict):
       expected = "a group of keys" if isinstance(wanted, ConfigDict) else "a value"

@@ -9,7 +9,7 @@ from absl import flags
 
 from fp8jax import console
 from fp8jax.config import files as config_files
-from fp8jax.config import identity, named, registry
+from fp8jax.config import identity, named, overrides, registry
 from fp8jax.errors import ConfigError, UserError, key_hint, nearest, nearest_key, one_line
 
 NAMES = (
@@ -35,7 +35,9 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
     if os.path.isdir(path):
       _refuse(f"--config={path} is a folder, not a file{_nearest_file(path)}")
     _refuse(f"no config file {path!r}{_nearest_file(path)}")
+  overrides.take_none()
   _check_sweep(argv, name, job)
+  _check_unread(job or "train", argv)
   if job:
     _check_job(job, "--job=")
   try:
@@ -89,10 +91,28 @@ def _check_sweep(argv: list[str], config: str | None, job: str | None):
   for name in ("parallel", "submit", "print", "vmap"):
     if sweep is None and _value_of(name, argv) is not None:
       _refuse(f"--{name} without --sweep=FILE, whose trials it is for")
+  changes = [a for a in argv[1:] if a.lstrip("-").startswith(("config.", "noconfig."))]
+  if sweep is not None and changes:
+    key, is_joined, value = changes[0].lstrip("-").partition("config.")[2].partition("=")
+    shown = value if is_joined else not changes[0].lstrip("-").startswith("no")
+    _refuse(
+      f"{changes[0]} beside --sweep: state it in the sweep's file, fixed={{{key!r}: {shown}}}"
+    )
   if sweep is not None and config is not None:
     _refuse(f"--config={config} beside --sweep: the sweep's file names its config; leave one out")
   if sweep is not None and job not in (None, "train"):
-    _refuse(f"--job={job} beside --sweep, whose trials train; leave one out")
+    _refuse(f"--job={job} beside --sweep: the JOB of its config says what its trials do; leave it "
+            "out")  # fmt: skip
+
+
+def _check_unread(job: str, argv: list[str]):
+  """Refuses options that a sweep, or a job of files or of the machine, does not read."""
+  who = "--sweep" if _value_of("sweep", argv) else f"--job={job}"
+  unread = ["baseline"] if job != "compare" else []
+  unread += ["out", "topology"] if who == "--sweep" or job in _WITHOUT_CONFIG else []
+  for name in unread:
+    if value := _value_of(name, argv):
+      _refuse(f"--{name}={value} is not read by {who}; leave it out")
 
 
 def _refuse(message: str) -> NoReturn:

@@ -104,7 +104,8 @@ def run_sweep(
   def action() -> int:
     if is_mapped:
       compilation_cache.enable()
-    return sweep_run.run(path, root, folder, parallel, submit, is_printed, is_mapped)
+    needs = {name: table.JOBS[name].needs for name in table.RUNS}
+    return sweep_run.run(path, root, folder, parallel, submit, is_printed, is_mapped, needs)
 
   where = "--job=memory with the configuration of one trial; fewer at once: --parallel=N"
   return _reported(action, folder, where)

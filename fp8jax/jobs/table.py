@@ -113,6 +113,8 @@ def _always(c: Config) -> bool:
   return True
 
 
+# Jobs that leave the files of a run: its losses, its summary and its objective.
+RUNS = ("train", "rl")
 JOBS = {
   "train": Job(
     train.run,

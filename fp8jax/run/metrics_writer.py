@@ -118,10 +118,10 @@ def _path(workdir: str) -> str:
   return os.path.join(workdir, "metrics.jsonl")
 
 
-def rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows(path: str, start: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
   """(line, row) of a metrics.jsonl, see records.rows."""
   remedy = "delete the line, and the same command goes on"
-  return records.rows(path, schemas.Row, remedy, records.Number)
+  return records.rows(path, schemas.Row, remedy, records.Number, start)
 
 
 def last_logged(workdir: str, key: str) -> float | None:

@@ -107,8 +107,8 @@ class Model:
     "factors are their recipes' (unit scaling, arXiv:2303.11257; needs residual_tau; attention's "
     "is of max_positions, so train at that length)",
     choices=model_config.UNIT_SCALING, mapped=True)
-  mixers: tuple | None = key(None, "blocks of a layer, names in models/transformer.py's MIXERS",
-    mapped=True)
+  mixers: tuple[str, ...] | None = key(None, "blocks of a layer, names in models/transformer.py's "
+    "MIXERS", mapped=True)
   reward_head: bool | None = key(None, "Whether the head gives a score, [D, 1] on the last token's "
     "final norm, in the place of logits: a reward model, of --job=rl with rl.loss='reward'. None: "
     "as the folder of init.hf, which may hold either.")
@@ -305,11 +305,11 @@ class Mesh:
 class Sharding:
   """Mesh axes of the dimensions."""
 
-  weights: dict[str, Any] = key(
+  weights: dict[str, str | tuple[str, ...]] = key(
     {"D": "fsdp", "F": "tensor", "H": "tensor", "G": "tensor", "V": "tensor"},
     "mesh axes that split each dimension of the weights: letter -> axes, see axes.py for the "
     "letters", opened=True)
-  acts: dict[str, Any] = key(
+  acts: dict[str, str | tuple[str, ...]] = key(
     {"B": ("data", "fsdp"), "F": "tensor", "H": "tensor", "G": "tensor", "V": "tensor"},
     "mesh axes that split each dimension of the activations: letter -> axes, see axes.py",
     opened=True)

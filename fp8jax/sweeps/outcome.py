@@ -99,16 +99,22 @@ class LossWatch:
   def __init__(self, workdir: str, stop_above: float):
     self._path = os.path.join(workdir, "metrics.jsonl")
     self._stop_above = stop_above
-    self._read = 0
+    self._file, self._read, self._losses = 0, 0, []
 
   def verdict(self) -> str:
-    """Why the run has diverged, or ""."""
-    if not os.path.exists(self._path) or os.path.getsize(self._path) == self._read:
+    """Why the run has diverged by the rows that are new, or ""."""
+    if not os.path.exists(self._path):
       return ""
-    self._read = os.path.getsize(self._path)
+    stat = os.stat(self._path)
+    if stat.st_ino != self._file or stat.st_size < self._read:  # a resumed run writes it anew
+      self._file, self._read, self._losses = stat.st_ino, 0, []
+    if stat.st_size == self._read:
+      return ""
     with contextlib.suppress(UserError):  # a row that is none: the run itself says so
-      losses = [row["loss"] for _, row in metrics_writer.rows(self._path) if "loss" in row]
-      return divergence(list(map(float, losses)), self._stop_above)
+      for line, row in metrics_writer.rows(self._path, self._read):
+        self._read += len(line.encode())
+        self._losses += [float(row["loss"])] if "loss" in row else []
+      return divergence(self._losses, self._stop_above)
     return ""
 
 

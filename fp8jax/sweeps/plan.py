@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,7 +135,9 @@ def _distribution(one: spec.Distribution):
   from optuna import distributions  # pyright: ignore  (extra `sweep`)
 
   if isinstance(one, spec.Choice):
-    return distributions.CategoricalDistribution(one.values)
+    with warnings.catch_warnings():  # tuples are read again as they were, see Suggested._expand
+      warnings.filterwarnings("ignore", "Choices for a categorical distribution")
+      return distributions.CategoricalDistribution(one.values)
   if isinstance(one, spec.Integer):
     return distributions.IntDistribution(one.low, one.high)
   if isinstance(one, (spec.Uniform, spec.LogUniform)):

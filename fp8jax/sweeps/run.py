@@ -18,11 +18,12 @@ import rich.console
 
 from fp8jax import console as console_lib
 from fp8jax import records
+from fp8jax.config.needs import Needs
 from fp8jax.errors import UserError
 from fp8jax.report import files
+from fp8jax.sweeps import file, process, slurm, stacked, table
 from fp8jax.sweeps import outcome as outcome_lib
 from fp8jax.sweeps import plan as plan_lib
-from fp8jax.sweeps import process, slurm, spec, stacked, table
 from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Trial
 
@@ -35,7 +36,7 @@ Handle = process.Child | slurm.Submitted
 
 def run(
   path: str, root: str, folder: str, parallel: int, submit: str, is_printed: bool,
-  is_mapped: bool = False,
+  is_mapped: bool = False, needs: Mapping[str, Needs] = file.TRAINS,
 ) -> int:  # fmt: skip
   """Runs the sweep in a file; returns the exit code.
 
@@ -46,6 +47,7 @@ def run(
     submit: "" for processes here, or a cluster of submitit.
     is_printed: print the commands of the trials that are not over, and start none.
     is_mapped: train trials that differ in seed and rate alone at once (sweeps/stacked.py).
+    needs: of the jobs that trials may be of.
   """
   if parallel < 0:
     raise UserError(f"--parallel={parallel}: expected 1 or more, or 0 for one per GPU or core")
@@ -54,9 +56,9 @@ def run(
   # Trials of a scheduler run elsewhere; mapped ones in this process, on its own devices.
   own = None if submit or is_mapped else process.here()
   if own is not None and own.device is not None:
-    sweep = spec.load(path, own.num_devices, own.device)
+    sweep = file.load(path, own.num_devices, own.device, needs)
   else:
-    sweep = spec.load(path, jax.device_count() if is_mapped else None)
+    sweep = file.load(path, jax.device_count() if is_mapped else None, needs=needs)
   if sweep.search is not None and (is_mapped or is_printed):
     raise UserError("a search suggests points from objectives; leave --vmap and --print out")
   out = console_lib.console()

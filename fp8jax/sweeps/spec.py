@@ -1,6 +1,5 @@
 """A sweep as a value: a configuration, the axes along which its keys vary, seeds and arms."""
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -9,20 +8,16 @@ import math
 import os
 import random
 import re
-import runpy
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from fp8jax import hub
-from fp8jax.config import files as config_files
-from fp8jax.config import named, precision, registry, resolve
-from fp8jax.errors import ConfigError, ConfigErrors, UserError, inside
-from fp8jax.kernels import choose
+from fp8jax.config import named
+from fp8jax.errors import UserError
 
 Point = dict[str, Any]
 
-# Trials of a sweep at most: a grid of more has a key too many.
-MOST = 10_000
+# Bytes of a workdir's name; file systems take 255.
+_LONGEST = 240
 
 
 class Distribution(Protocol):
@@ -171,7 +166,10 @@ class _Drawn:
       self,
       distributions=(of_keys, "{key: Uniform, LogUniform, Integer or Choice}, one key or more"),
       count=(is_count, "a whole number of points, at least 1"),
-      seed=(isinstance(self.seed, int), "a whole number"),
+      seed=(
+        isinstance(self.seed, int) and 0 <= self.seed < 2**31,
+        "a whole number from 0 to 2^31 - 1",
+      ),
     )
 
 
@@ -210,6 +208,11 @@ class Trial:
   arm: str = ""
   point: Point = dataclasses.field(default_factory=dict)
   seed: int = 0
+
+  @property
+  def job(self) -> str:
+    """That of its file."""
+    return named.job(self.config.partition(":")[0])
 
   def arguments(self) -> list[str]:
     """Those of launch.py."""
@@ -284,6 +287,7 @@ class Sweep:
     config = f"{self.config}:{arm}" if arm else self.config
     parts = [arm] * bool(arm) + [f"{_short(k, self.keys)}={_text(v)}" for k, v in point.items()]
     name = "-".join([*parts, f"seed={seed}"] if len(self.seeds) > 1 or not parts else parts)
+    name = _short_name(name)
     changes = {**self.fixed, **point, "seed": seed}
     return Trial(config, changes, os.path.join(folder, name), arm, point, seed)
 
@@ -301,77 +305,20 @@ def _short(key: str, keys: list[str]) -> str:
   return last if [k.rpartition(".")[2] for k in keys].count(last) == 1 else key
 
 
+def _short_name(name: str) -> str:
+  """A name that file systems take; a digest stands for the end of a longer one."""
+  start = name.encode()[:_LONGEST].decode(errors="ignore")
+  return name if start == name else f"{start}_{_digest(name)}"
+
+
+def _digest(text: str) -> str:
+  return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
 def _text(value: Any) -> str:
   """A value as part of a file's name; a digest keeps apart those that would look alike."""
   whole = str(value)
   text = re.sub(r"[^\w.+,]+", "_", whole)[:40]
   if text == whole or re.fullmatch(r"-?[\d.e+-]+", whole):
     return whole
-  return f"{text}_{hashlib.sha256(whole.encode()).hexdigest()[:6]}"
-
-
-def load(path: str, here: int | None = 1, device: choose.Device | None = None) -> Sweep:
-  """The SWEEP of a file, whose trials can start.
-
-  Args:
-    here: devices of a trial on this machine; None where trials run on others.
-    device: what they are; None: that of this process.
-
-  Raises:
-    UserError: with what is wrong with it, or with the configurations of its trials.
-  """
-  if not os.path.isfile(path):
-    raise UserError(f"--sweep={path!r}: there is no such file; see experiments/sweeps")
-  with named.of_user(path):
-    sweep = runpy.run_path(path).get("SWEEP")
-    if not isinstance(sweep, Sweep):
-      raise UserError("defines no SWEEP; write `SWEEP = fp8jax.sweeps.spec.Sweep(...)` in it")
-  check(sweep, path, here, device)
-  return sweep
-
-
-def check(
-  sweep: Sweep, where: str, here: int | None = 1, device: choose.Device | None = None
-):  # fmt: skip
-  """Raises ConfigError where a trial could not start; see `load`."""
-  problems = ConfigErrors()
-  problems.check(
-    0 < len(sweep) <= MOST,
-    f"{where}: {len(sweep):,} trials, expected 1 to {MOST:,}; give axes fewer values, or draw some "
-    "with Random or search",
-  )
-  problems.refuse()  # the other checks look at every point
-  whose = [*sweep.varying, tuple(sweep.fixed), ("seed",)]
-  keys = list(itertools.chain(*whose))
-  for key in dict.fromkeys(k for k in keys if keys.count(k) > 1):
-    how = "name seeds=(0, 1, ...)" if key == "seed" else "leave it in one of them"
-    problems.found.append(f"{where}: {key!r} stands in two axes, in fixed, or in search; {how}")
-  for arm in filter(None, sweep.arms):
-    problems.attempt(lambda arm=arm: inside("the sweep's folder", arm, f"{where}: arms"))
-  problems.refuse()
-  workdirs = [trial.workdir for trial in sweep.trials("")]
-  for again in dict.fromkeys(w for w, n in collections.Counter(workdirs).items() if n > 1):
-    problems.found.append(f"{where}: {again} occurs twice; drop one")
-  distributions = sweep.search.distributions if sweep.search else {}
-  drawn = {key: one.draw(random.Random(0)) for key, one in distributions.items()}
-  for arm, point in itertools.product(sweep.arms, sweep.points()):
-    trial = sweep.trial("", arm, {**point, **drawn}, sweep.seeds[0])
-    problems.attempt(lambda trial=trial: _check_trial(trial, here, device))
-  problems.found = list(dict.fromkeys(problems.found))
-  problems.refuse()
-
-
-def _check_trial(trial: Trial, here: int | None, device: choose.Device | None):
-  """Refuses a configuration that launch.py would refuse; elsewhere, whatever its devices."""
-  c = named.load(trial.config, trial.changes)
-  try:
-    config_files.check_keys(c, registry.base())
-    if here is None:
-      resolve.resolve_data(c)
-      precision.read(c)
-      return
-    hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
-    resolve.resolve(c, here, device or choose.current_device())
-  except (ValueError, OSError) as e:
-    said = e.problems if isinstance(e, ConfigError) else [str(e)]
-    raise ConfigError([f"{trial.config}: {problem}" for problem in said]) from e
+  return f"{text}_{_digest(whole)}"

@@ -57,7 +57,14 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
   here = jax.device_count(), choose.current_device()
   for trial in trials:
     c = problems.attempt(lambda trial=trial: named.load(trial.config, trial.changes))
-    spec = problems.attempt(lambda c=c: resolve.resolve(c, *here)) if c is not None else None
+    if c is None:
+      continue
+    if (job := trial.job) != "train":
+      problems.extend(
+        [f"{trial.config}: --vmap: trials of JOB={job!r} need runs of their own; leave --vmap out"]
+      )
+      continue
+    spec = problems.attempt(lambda c=c: resolve.resolve(c, *here))
     if spec is None:
       continue
     # No kernel moves the parameters of several trials at once.

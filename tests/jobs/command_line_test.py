@@ -11,6 +11,7 @@ import pytest
 from absl import app, flags
 
 from configs import base
+from fp8jax.config import files as config_files
 from fp8jax.config import identity
 from fp8jax.errors import UserError
 from fp8jax.jobs import command_line, dispatch, train
@@ -68,7 +69,17 @@ COMMAND_LINES = [
   (["--sweep=experiments/sweeps/recipes_by_rate.py", DEBUG],
    "error: --config=configs/debug.py beside --sweep: the sweep's file names its config"),
   (["--sweep=experiments/sweeps/recipes_by_rate.py", "--job=evaluate"],
-   "error: --job=evaluate beside --sweep, whose trials train; leave one out"),
+   "error: --job=evaluate beside --sweep: the JOB of its config says what its trials do; leave it"),
+  (["--sweep=experiments/sweeps/recipes_by_rate.py", "--config.steps=7"],
+   "error: --config.steps=7 beside --sweep: state it in the sweep's file, fixed={'steps': 7}"),
+  (["--sweep=experiments/sweeps/recipes_by_rate.py", "--noconfig.log.tensorboard"],
+   "state it in the sweep's file, fixed={'log.tensorboard': False}"),
+  (["--sweep=experiments/sweeps/recipes_by_rate.py", "--out=x"],
+   "error: --out=x is not read by --sweep; leave it out"),
+  (["--job=report", "--out=x"], "error: --out=x is not read by --job=report; leave it out"),
+  (["--job=doctor", "--topology=h200:8"],
+   "error: --topology=h200:8 is not read by --job=doctor; leave it out"),
+  ([DEBUG, "--baseline=bf16"], "error: --baseline=bf16 is not read by --job=train; leave it out"),
   *(([DEBUG, option], f"error: --{option.strip('-').split('=')[0]} without --sweep=FILE")
     for option in ("--vmap", "--print", "--parallel=2", "--submit=slurm")),
 ]  # fmt: skip
@@ -108,6 +119,15 @@ def test_command_line_overrides_reach_the_config(parse):
             "--config.model.num_layers=3", "--config.data.sources.main.path=x")  # fmt: skip
   assert (c.steps, c.model.num_layers, c.data.sources.main.path) == (7, 3, "x")
   assert c.precision.rules == ((".*", "bf16"),)
+
+
+@loads_config_file
+def test_an_optional_key_takes_none_and_another_does_not(parse):
+  names = ("model.num_layers", "model.rope_theta", "model.reward_head", "steps")
+  c = parse(DEBUG, *(f"--config.{name}=None" for name in names))
+  assert (c.model.num_layers, c.model.rope_theta, c.model.reward_head) == (None,) * 3
+  with pytest.raises(UserError, match="^1 problem.*\n  - steps=None: expected a whole number$"):
+    config_files.check_keys(c, base.get_config())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """A sweep's file is checked as configurations are, before a trial starts: one line per mistake."""
 
 import errno
+import json
+import os
 import time
 
 import numpy as np
@@ -8,7 +10,8 @@ import pytest
 
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import dispatch
-from fp8jax.sweeps import run, spec, table
+from fp8jax.jobs import table as jobs_table
+from fp8jax.sweeps import file, run, spec, stacked, table
 
 HEAD = "from fp8jax.sweeps.spec import *\n"
 D = "'configs/debug.py'"
@@ -33,6 +36,8 @@ FILES = {
   "exits": ("import sys\nsys.exit(0)", ("line 2", "sys.exit(0)", "remove")),
   "nul": ("x = 1\n\0", ("null bytes",)),
   "import": ("import nosuch", ("line 1", "nosuch")),
+  "negative seed": (_sweep(search="Optuna({'optim.b1': Uniform(0, 1)}, 1, seed=-1)"),
+                    ("Optuna(seed=-1)", "from 0 to 2^31 - 1")),
   "nothing": ("x = 1", ("defines no SWEEP",)),
   "no sweep": ("SWEEP = 3", ("defines no SWEEP",)),
   "field": (_sweep(sedes="(0,)"), ("line 2", "sedes")),
@@ -92,7 +97,7 @@ def test_a_mistake_in_a_sweeps_file_is_named(text, words, tmp_path, repository, 
   (tmp_path / "s.py").write_text(text)
   begun = time.perf_counter()
   with pytest.raises(UserError) as e:
-    spec.load(str(tmp_path / "s.py"))
+    file.load(str(tmp_path / "s.py"))
   lines = e.value.problems if isinstance(e.value, ConfigError) else [str(e.value)]
   assert time.perf_counter() - begun < 2
   assert len(lines) == 1 and "\n" not in lines[0] and all(w in lines[0] for w in words), lines
@@ -104,14 +109,53 @@ def test_mistakes_of_all_trials_are_reported_together(tmp_path, repository, monk
   axes = "Grid({'optim.peak_lrr': (1.0,)}), Grid({'steps': ('x', 0)}), Grid({'seq_len': (-1,)})"
   (tmp_path / "s.py").write_text(_sweep(axes=f"({axes})", arms="('bf16', 'block_128')"))
   with pytest.raises(ConfigError) as e:
-    spec.load(str(tmp_path / "s.py"))
+    file.load(str(tmp_path / "s.py"))
   assert len(e.value.problems) == 2 and "did you mean" in e.value.problems[0]  # of two arms
   (tmp_path / "s.py").write_text(_axis("Grid({'steps': ('x', 0), 'seq_len': (-1, 256)})"))
   with pytest.raises(ConfigError) as e:
-    spec.load(str(tmp_path / "s.py"))
+    file.load(str(tmp_path / "s.py"))
   said = str(e.value)
   assert "steps='x'" in said and "steps=0" in said and "seq_len=-1" in said
   assert len(e.value.problems) == len({*e.value.problems})
+
+
+def test_trials_are_checked_as_the_job_of_their_file(tmp_path, repository, monkeypatch, capsys):
+  """Sections of other jobs, a reward head, and None in place of a number too."""
+  monkeypatch.chdir(repository)
+  pairs = tmp_path / "pairs.jsonl"
+  pairs.write_text(json.dumps({"prompt": "a=", "chosen": "77", "rejected": "7"}) + "\n")
+  values = {
+    "model.reward_head": True, "rl.loss": "reward", "rl.pairs": str(pairs), "eval.every": 0,
+    "rl.eval_pairs": str(pairs), "precision.rules": (("head", "bf16"), ("layers/.*", "bf16")),
+  }  # fmt: skip
+  (tmp_path / "c.py").write_text(
+    "from configs import debug\nJOB = 'rl'\ndef get_config(arm=''):\n  c = debug.get_config(arm)\n"
+    f"  c.update_from_flattened_dict({values})\n  return c\n"
+  )
+  fields = {"config": f"'{tmp_path}/c.py'", "axes": "(Grid({'model.reward_head': (True, None)}),)"}
+  (tmp_path / "s.py").write_text(_sweep(**fields))
+  needs = {name: jobs_table.JOBS[name].needs for name in jobs_table.RUNS}
+  with pytest.raises(ConfigError) as e:
+    file.load(str(tmp_path / "s.py"), needs=needs)
+  (problem,) = e.value.problems  # of None alone
+  assert "rl.loss='reward' trains a reward head: set model.reward_head" in problem
+  (tmp_path / "s.py").write_text(_sweep(config=fields["config"]))
+  assert len(sweep := file.load(str(tmp_path / "s.py"), needs=needs)) == 2
+  with pytest.raises(ConfigError, match="JOB='rl' need runs of their own; leave --vmap out"):
+    stacked.groups(sweep.trials(str(tmp_path)))
+  (tmp_path / "c.py").write_text((tmp_path / "c.py").read_text().replace("'rl'", "'evaluate'"))
+  assert dispatch.run_sweep(str(tmp_path / "s.py"), ".", str(tmp_path / "w"), 1, "", True) == 1
+  said = "c.py: a trial of JOB='evaluate' leaves no run to read; expected train or rl"
+  assert said in capsys.readouterr().err
+
+
+def test_names_of_many_values_are_those_that_file_systems_take(tmp_path):
+  points = tuple({"data.tokenizer": 3 * ("é" * 20 + end), "init.hf": "x" * 90} for end in "ab")
+  sweep = spec.Sweep("c.py", axes=(spec.Points(points),), arms=("a" * 180,))
+  names = [t.workdir for t in sweep.trials("")]
+  assert len({*names}) == 2 and all(len(os.fsencode(name)) <= 255 for name in names)
+  for name in names:
+    (tmp_path / name).mkdir()
 
 
 def test_values_that_are_read_often_are_taken(tmp_path, repository, monkeypatch):
@@ -120,7 +164,7 @@ def test_values_that_are_read_often_are_taken(tmp_path, repository, monkeypatch)
   values = "{'optim.peak_lr': np.logspace(-4, -2, 3), 'global_batch': range(1, 3)}"
   text = _sweep(axes=f"[Grid({values})]")
   (tmp_path / "s.py").write_text("import numpy as np\n" + text)
-  sweep = spec.load(str(tmp_path / "s.py"))
+  sweep = file.load(str(tmp_path / "s.py"))
   assert len(sweep) == len(sweep.trials("x")) == 6
   rates = sorted({t.changes["optim.peak_lr"] for t in sweep.trials("x")})
   np.testing.assert_allclose(rates, (1e-4, 1e-3, 1e-2))
@@ -133,9 +177,9 @@ def test_trials_of_other_machines_are_checked_without_their_devices(
   monkeypatch.chdir(repository)
   fixed = "{'mesh.fsdp': 64, 'kernels.attention': 'cudnn'}"
   (tmp_path / "s.py").write_text(_sweep(fixed=fixed))
-  assert len(spec.load(str(tmp_path / "s.py"), None)) == 2
+  assert len(file.load(str(tmp_path / "s.py"), None)) == 2
   with pytest.raises(ConfigError, match="mesh"):
-    spec.load(str(tmp_path / "s.py"), 1)
+    file.load(str(tmp_path / "s.py"), 1)
   for fields, word in (
     ({"fixed": "{'global_batch': 0}"}, "global_batch=0"),
     ({"arms": "('bf61',)"}, "bf61"),
@@ -143,7 +187,7 @@ def test_trials_of_other_machines_are_checked_without_their_devices(
   ):
     (tmp_path / "s.py").write_text(_sweep(**fields))
     with pytest.raises(ConfigError, match=word):
-      spec.load(str(tmp_path / "s.py"), None)
+      file.load(str(tmp_path / "s.py"), None)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +236,7 @@ def test_a_folder_is_of_one_sweep(tmp_path, monkeypatch):
   for folder, path in (("../out", "s.py"), (str(tmp_path / "out"), "../link/s.py")):
     table.claim(folder, path, sweep)
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(spec, "load", lambda *_: sweep)
+  monkeypatch.setattr(file, "load", lambda *_, **needs: sweep)
   monkeypatch.setattr(run.plan_lib, "of", lambda *_: began.append("process") or pytest.fail())
   monkeypatch.setattr(run, "_mapped", lambda *_: began.append("mapped") or pytest.fail())
   for is_mapped in (False, True):

@@ -10,17 +10,19 @@ import sys
 import threading
 import time
 import types
+from unittest import mock
 
 import pytest
 import run_files
 
+from fp8jax import records
 from fp8jax.config import identity, named
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import command_line
 from fp8jax.kernels import choose
 from fp8jax.run import metrics_writer
 from fp8jax.run import workdir as workdir_lib
-from fp8jax.sweeps import outcome, plan, process, run, slurm, spec, table
+from fp8jax.sweeps import file, outcome, plan, process, run, slurm, spec, table
 
 # A launch.py whose objective is rate + seed / 100. Rates above 1 end as a diverged run does, above
 # 10 the loss grows without end, above 100 nothing is said, and all but the first wait for SIGTERM.
@@ -65,7 +67,7 @@ def folder(tmp_path, monkeypatch):
 
 def _sweep(folder, monkeypatch, sweep, **options):
   """(exit code, trials of sweep.json, names of the trials started)."""
-  monkeypatch.setattr(spec, "load", lambda *_: sweep)
+  monkeypatch.setattr(file, "load", lambda *_: sweep)
   given = {"parallel": 1, "submit": "", "is_printed": False, "is_mapped": False, **options}
   code = run.run("s.py", str(folder), str(folder / "out"), **given)
   started = folder / "out" / "started.txt"
@@ -202,6 +204,22 @@ def test_a_row_that_a_killed_run_cut_is_left_out(folder):
   (workdir / "metrics.jsonl").write_text("".join(lines) + '{"step": 9, "lo')
   assert [row["loss"] for _, row in metrics_writer.rows(str(path))] == losses
   assert outcome.LossWatch(str(workdir), 1.0).verdict().endswith("first 3.000")
+  watch = outcome.LossWatch(str(workdir), 1.0)
+  path.write_text("".join(lines[:2]) + lines[2][:9])
+  assert watch.verdict() == ""
+  with open(path, "a") as f:
+    f.write(lines[2][9:] + "".join(lines[3:8]))
+  assert watch.verdict() == ""  # 8 steps in all
+  with open(path, "a") as f:
+    f.write(lines[8])
+  with mock.patch.object(metrics_writer, "rows", wraps=metrics_writer.rows) as rows:
+    assert watch.verdict() == "mean loss of 8 steps 4.750, first 3.000"
+    assert rows.call_args.args == (str(path), len("".join(lines[:8])))  # the new row alone
+  records.write_atomic(str(path), "".join(lines[:3]))  # a resumed run drops rows
+  assert watch.verdict() == ""
+  with open(path, "a") as f:
+    f.write("".join(lines[3:]))
+  assert watch.verdict().endswith("first 3.000")
   (workdir / "metrics.jsonl").write_text(lines[0] + '{"step": 9, "lo\n' + lines[1])
   assert outcome.LossWatch(str(workdir), 1.0).verdict() == ""  # the run itself says so
   with pytest.raises(UserError, match="metrics.jsonl:2 is no JSON"):
@@ -268,7 +286,7 @@ def test_a_sweep_is_checked_for_the_gpu_of_its_trials(two_gpus, repository, monk
   for recipe, said in (("block_128", ""), ("nvfp4", "no FP8 kernel|runs on")):
     sweep = spec.Sweep("configs/debug.py", arms=(recipe,))
     with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
-      spec.check(sweep, "here", here.num_devices, here.device)
+      file.check(sweep, "here", here.num_devices, here.device)
   (pathlib.Path(shutil.which("nvidia-smi"))).write_text("#!/bin/sh\necho '[N/A]'\n")
   assert process.here().device is None
 
@@ -295,7 +313,7 @@ def test_random_axis_repeats_its_points():
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 def test_printed_commands_give_the_configurations_of_the_trials(parse, repository):
   """The command line's parser is the oracle of what a trial compares its workdir with."""
-  sweep = spec.load(str(repository / "experiments/sweeps/recipes_by_rate.py"))
+  sweep = file.load(str(repository / "experiments/sweeps/recipes_by_rate.py"))
   trials = sweep.trials("runs")
   assert len(trials) == 18
   for trial in (trials[0], trials[-1]):
