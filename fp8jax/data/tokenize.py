@@ -37,6 +37,15 @@ def refuse_malformed(policy: str, record: dict[str, Any]):
   refuse(policy, "data.on_malformed='skip'", record["origin"], record["error"])
 
 
+def _keep_spaces(loaded):
+  """Has offsets count the spaces of a token, which trim_offsets leaves out: ids are the same."""
+  processor = loaded.post_processor
+  if processor is None or b'"trim_offsets":true' not in (state := processor.__getstate__()):
+    return
+  processor.__setstate__(state.replace(b'"trim_offsets":true', b'"trim_offsets":false'))
+  loaded.post_processor = processor
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokenizer(reading.Reopened):
   """Text -> token ids, ending with one end-of-document id.
@@ -76,6 +85,7 @@ class Tokenizer(reading.Reopened):
     sizes = bool(loaded.truncation or loaded.padding)
     loaded.no_truncation()
     loaded.no_padding()
+    _keep_spaces(loaded)
     return loaded, sizes
 
   @property

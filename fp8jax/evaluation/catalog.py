@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8jax import calls
 from fp8jax.errors import ConfigErrors, missing_package, nearest
-from fp8jax.evaluation import benchmarks, jsonl_tasks, reasoning_gym_tasks, store, tasks
+from fp8jax.evaluation import benchmarks, jsonl_tasks, reasoning_gym_tasks, store, tasks, verifiers
 from fp8jax.evaluation.settings import Tasks
 
 # Of a comma list: in parentheses, commas, quotes and further parentheses are part of a name.
@@ -48,6 +48,8 @@ def load(settings: Tasks) -> tuple[tasks.Task, ...]:
   collected = ConfigErrors()
   for task in made:
     collected.extend(task.protocol.problems(task.name))
+  if any(verifiers.MATH in task.verifier.split("/") for task in made):
+    collected.extend(_lacks("math_verify"))
   by_file: dict[str, list[str]] = {}
   for task in made:
     by_file.setdefault(store.file_name(task.name).casefold(), []).append(task.name)

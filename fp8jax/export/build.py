@@ -15,6 +15,9 @@ from fp8jax import hub
 from fp8jax import params as params_lib
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
+from fp8jax.data.chat import template
+from fp8jax.data.config import DataConfig
+from fp8jax.data.tokenize import BYTES
 from fp8jax.errors import UserError
 from fp8jax.evaluation.divergence import Batch
 from fp8jax.export import checks, client, folder, matrices, padding, publish, serving, write
@@ -307,9 +310,21 @@ def _model(
     operands=operands,
     rows=rows,
   )
+  if not source.companions:
+    files |= _own_tokenizer(spec.data)
   if plain.model.reward_head and base:
     files |= padding.file(files, *of_text, base["pad_token_id"])
   return gate, files, lambda part: hf_weights.load_params(part, plain.model, plain.run.layout)[0]
+
+
+def _own_tokenizer(data: DataConfig) -> write.Files:
+  """Of a run that began without a folder: the tokenizer and the template that it learned with."""
+  if data.tokenizer.path == BYTES:
+    return {}
+  files = write.tokenizer_files(os.path.dirname(data.tokenizer.file))
+  if data.chat is not None and data.chat_template:
+    files[template.FILE] = os.path.expanduser(data.chat_template)
+  return files
 
 
 def _choose_fp8(spec: TrainSpec, plain: TrainSpec, source: Source) -> fp8_lib.Plan | None:

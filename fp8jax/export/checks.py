@@ -115,6 +115,15 @@ def _check_fp8(e: Config, problems: ConfigErrors):
     f"export.scale_fmt={e.scale_fmt!r} is of export.format='hf-fp8-block'; set it to 'auto'",
   )
   problems.check(
+    e.strategy == "auto" or e.format == "compressed-tensors",
+    f"export.strategy={e.strategy!r} is of export.format='compressed-tensors'; set it to 'auto'",
+  )
+  problems.check(
+    e.format != "peft" or e.dtype in ("auto", "float32"),
+    f"export.dtype={e.dtype!r} with export.format='peft', which writes adapters as they were "
+    "trained, float32; set it to 'auto'",
+  )
+  problems.check(
     not e.input_scales
     or (e.format in ("compressed-tensors", "modelopt") and e.strategy != "block"),
     f"export.input_scales={e.input_scales!r}: static scales of inputs are of "

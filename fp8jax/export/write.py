@@ -281,11 +281,16 @@ def companions(source: str) -> Files:
   return files
 
 
+def tokenizer_files(source: str) -> Files:
+  """Those of the companions of a folder that belong to a tokenizer."""
+  return {name: file for name, file in companions(source).items() if name in _OF_TOKENIZER}
+
+
 def keep_companions(source: str, target: str, tokenizer: str):
   """Copies the companions of a folder, with the tokenizer of another one; "" leaves its own."""
   files = companions(source)
   if tokenizer:
-    theirs = {name: file for name, file in companions(tokenizer).items() if name in _OF_TOKENIZER}
+    theirs = tokenizer_files(tokenizer)
     files = {name: file for name, file in files.items() if name not in _OF_TOKENIZER} | theirs
   os.makedirs(target, exist_ok=True)
   for name in _OF_TOKENIZER.intersection(os.listdir(target)) - files.keys():

@@ -1,6 +1,7 @@
 """Completions and scores of a model: `load` a folder, then `generate` and `score`."""
 
 import collections
+import contextlib
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -319,6 +320,11 @@ def load(
 def _layout(data: int, tensor: int) -> axes.Layout:
   if data * tensor == 1:
     return axes.LOCAL
+  if data * tensor != (count := jax.device_count()):
+    raise UserError(
+      f"data={data}, tensor={tensor} are {data * tensor} devices, and there are {count}: give two "
+      f"whose product is {count}, or none of them for one device"
+    )
   shape = mesh.resolve({"data": data, "fsdp": 1, "tensor": tensor}, jax.device_count())
   acts = axes.as_rules(registry.at(registry.base(), "sharding.acts"))
   return axes.Layout(mesh.make(shape), acts=acts).served()
@@ -341,9 +347,11 @@ def end_ids(folder: str, tokenizer: Tokenizer, stop_tokens: Sequence[str] = ()) 
     if any(not isinstance(i, int) or isinstance(i, bool) for i in stated):
       raise UserError(f"{path}: eos_token_id is {stated!r}, expected ids; correct it")
     ids = stated
+  with contextlib.suppress(*[UserError] * bool(stop_tokens)):  # a tokenizer without an end
+    ids = ids or [tokenizer.eos_id]
   for name in stop_tokens:
     token = tokenizer.token_id(name)
     if token is None:
       raise UserError(f"stop token {name!r} is no token of {tokenizer.path}; give one that it has")
     ids = [*ids, token]
-  return ids or [tokenizer.eos_id]
+  return ids

@@ -133,7 +133,7 @@ class RunEvaluation:
       return True
     phase, scaling_states = now.spec.phase(max(step - 1, 0)), state.scaling_states
     if now.calibration and not step:
-      scaling_states = now.calibration[phase]
+      scaling_states = now.calibration.states(now.spec.sites(phase=phase))
     self._evaluator.spec, stop = now.spec, lambda: now.requested(step)
     with reports.clock.on("evaluation"):
       results, is_text = {}, bool(now.spec.eval.tokens)

@@ -1,16 +1,18 @@
 """Tasks with verifiable answers: the second half of --job=evaluate."""
 
+import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from fp8jax import console as console_lib
 from fp8jax import hub
+from fp8jax.config import identity, registry
 from fp8jax.data.chat import conversation
 from fp8jax.data.tokenize import Tokenizer
+from fp8jax.errors import UserError
 from fp8jax.evaluation import benchmarks, catalog, code_sandbox, report, store
 from fp8jax.evaluation import run as run_lib
 from fp8jax.evaluation.settings import Tasks
@@ -20,7 +22,7 @@ from fp8jax.generation.completion import ERROR
 from fp8jax.generation.settings import Generate
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.models.config import EVAL_PRECISIONS
-from fp8jax.run import checkpoint, provenance
+from fp8jax.run import provenance
 from fp8jax.step import train_spec
 
 _RECIPE = EVAL_PRECISIONS[0]
@@ -35,7 +37,9 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
   """
   console = console_lib.console()
   tasks = catalog.load(spec.of(Tasks))
-  generator, where = generator_lib.load(spec, workdir)
+  generator, where = generator_lib.load(spec, workdir, has_digest=True)
+  if note := _other_tokenizer(spec):
+    console.print(note)
   ask = asker(spec, generator.tokenizer, any(task.chat for task in tasks))
   settings = _settings(spec, where)
   folder = _folder(spec, workdir, settings)
@@ -62,6 +66,20 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
   }
 
 
+def _other_tokenizer(spec: train_spec.TrainSpec) -> str:
+  """A note where the folder of the weights has another tokenizer than prompts are written with."""
+  folder, ours = spec.weights.hf, spec.data.tokenizer
+  if not folder or not os.path.exists(os.path.join(hub.local(folder), "tokenizer.json")):
+    return ""
+  with contextlib.suppress(UserError):  # one without an end of documents is another, too
+    if Tokenizer(folder).fingerprint == ours.fingerprint:
+      return ""
+  return (
+    f"note: prompts are in tokens of data.tokenizer={ours.path!r}, and {folder} has another "
+    f"tokenizer; --config.data.tokenizer={folder} takes it"
+  )
+
+
 def asker(spec: train_spec.TrainSpec, tokenizer: Tokenizer, needs_chat: bool) -> run_lib.Ask:
   """Writes prompts by the chat template (eval.chat, or the task's protocol), or as plain text."""
   is_chat = spec.of(Tasks).chat or needs_chat
@@ -83,13 +101,9 @@ def asker(spec: train_spec.TrainSpec, tokenizer: Tokenizer, needs_chat: bool) ->
 
 def _settings(spec: train_spec.TrainSpec, where: dict[str, Any]) -> dict[str, Any]:
   """All that decides the outputs besides the task; a change is another evaluation."""
-  if spec.weights.hf:
-    weights = {"hf": os.path.basename(os.path.normpath(spec.weights.hf)), "digest": _digest(spec)}
-  else:
-    saved = checkpoint.Checkpoints(where["workdir"], spec.checkpoint.keep)
-    config = json.dumps(saved.meta(where["step"])["config"], sort_keys=True)
-    saved.close()
-    weights = {"step": where["step"], "digest": hashlib.sha256(config.encode()).hexdigest()[:16]}
+  hf = spec.weights.hf
+  of = {"hf": os.path.basename(os.path.normpath(hf))} if hf else {"step": where["step"]}
+  weights = {**of, "digest": where["digest"]}
   return {**weights, **how_asked(spec, spec.of(Generate).precision, spec.flat["precision.rules"])}
 
 
@@ -101,8 +115,17 @@ def how_asked(spec: train_spec.TrainSpec, precision: str, rules: Any) -> dict[st
       template["template"] = hashlib.sha256(f.read() + data.template_date.encode()).hexdigest()[:16]
   if (matmul := spec.flat["kernels.matmul"]) != "auto":  # another order of sums
     template["matmul"] = matmul
+  # What else makes the forward pass; scales are in the digest of the weights.
+  known = [f"precision.{key}" for key in ("rules", "policy", "calibration", "compute_dtype")]
+  changed = {
+    key: value
+    for key, (_, value) in identity.diff(dict(spec.flat), identity.flatten(registry.base())).items()
+    if key.startswith("precision.") and key not in known
+    if registry.affects(key) is registry.Affects.RESULT
+  }
   return {
     **template,
+    **(changed if precision == _RECIPE else {}),
     "precision": precision,
     "rules": rules if precision == _RECIPE else [],
     "compute_dtype": spec.run.dtype.name,
@@ -112,18 +135,6 @@ def how_asked(spec: train_spec.TrainSpec, precision: str, rules: Any) -> dict[st
     "chat": spec.of(Tasks).chat,
     "tokenizer": spec.data.tokenizer.fingerprint,
   }
-
-
-def _digest(spec: train_spec.TrainSpec) -> str:
-  """Of the ends of a folder's safetensors, which hold weights."""
-  folder, digest = hub.local(spec.weights.hf), hashlib.sha256()
-  for name in sorted(os.listdir(folder)):
-    if name.endswith(".safetensors"):
-      with open(os.path.join(folder, name), "rb") as f:
-        size = f.seek(0, os.SEEK_END)
-        f.seek(max(size - (1 << 16), 0))
-        digest.update(f"{name} {size}".encode() + f.read())
-  return digest.hexdigest()[:16]
 
 
 def _folder(spec: train_spec.TrainSpec, workdir: str, of: dict[str, Any]) -> str:

@@ -27,6 +27,11 @@ def run(spec: train_spec.TrainSpec, workdir: str):
   """Completes every prompt of `generate`; returns counts and tokens per second."""
   config = spec.of(Generate)
   records = read_prompts(config.prompts)
+  if config.out and (taken := sorted({field for row in records for field in row} & _WRITTEN)):
+    raise UserError(
+      f"{config.prompts}: the fields {', '.join(taken)} are those of completions, which "
+      "generate.out has beside a prompt's own; rename them"
+    )
   generator, where = generator_lib.load(spec, workdir)
   texts, prompts = _encoded(records, generator, spec.data)
   total = len(prompts) * config.num_samples
@@ -132,6 +137,9 @@ def _encoded(records, generator, data) -> tuple[list[str], list[list[int]]]:
       texts.append(record["prompt"])
       prompts.append(tokenizer.encode_prompt(record["prompt"]))
   return texts, prompts
+
+
+_WRITTEN = {"index", "sample", "text", "tokens", "logp", "finish_reason"}
 
 
 class JsonLines:

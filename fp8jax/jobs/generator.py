@@ -4,6 +4,7 @@ import os
 
 from fp8jax import console as console_lib
 from fp8jax import hub
+from fp8jax import params as params_lib
 from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.data.config import DataConfig
 from fp8jax.data.tokenize import BYTES, Tokenizer
@@ -16,11 +17,16 @@ from fp8jax.run.restore import load_weights
 from fp8jax.step import train_spec
 
 
-def load(spec: train_spec.TrainSpec, workdir: str) -> tuple[api.Generator, dict]:
+def load(
+  spec: train_spec.TrainSpec, workdir: str, has_digest: bool = False
+) -> tuple[api.Generator, dict]:
   """(the generator that `generate` describes, the place of its weights for a report).
 
   Delayed and static scales are those of the checkpoint or of the calibration; without any, they are
   taken from the tensors of every step.
+
+  Args:
+    has_digest: whether the place has "digest", of the bits of all weights and scales.
   """
   problems = ConfigErrors()
   problems.extend(checks.of_model(spec.model, spec.run))
@@ -32,7 +38,8 @@ def load(spec: train_spec.TrainSpec, workdir: str) -> tuple[api.Generator, dict]
   loaded = load_weights(spec, workdir, kept=kept)
   spec, states = loaded.spec, loaded.states
   sites = evaluator_lib.sites_of(spec, recipe, states, loaded.phase)
-  return make(spec, workdir, loaded.params, sites), loaded.where
+  digest = {"digest": params_lib.digest((loaded.params, states))} if has_digest else {}
+  return make(spec, workdir, loaded.params, sites), loaded.where | digest
 
 
 def make(spec: train_spec.TrainSpec, workdir: str, params, sites) -> api.Generator:

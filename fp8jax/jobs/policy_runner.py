@@ -146,7 +146,7 @@ class PolicyRunner:
     if not self._has_alarms:
       return
     policy_state, events = decide.after_statistics(
-      self.policies, self.policy_state, step, firing, self._own_recipes(step)
+      self.policies, self.policy_state, step, firing, *self._recipes(step)
     )
     self.set(policy_state)
     self._say(step, events)
@@ -158,17 +158,19 @@ class PolicyRunner:
     if not self.metrics:
       return None
     policy_state, events, back = decide.after_evaluation(
-      self.policies, self.policy_state, step, values, self._own_recipes(step)
+      self.policies, self.policy_state, step, values, *self._recipes(step)
     )
     self.set(policy_state)
     self._say(step, events)
     undo = [self._undone(policy, step, step - good, why, saved) for policy, good, why in back]
     return next(filter(None, undo), None)
 
-  def _own_recipes(self, step: int) -> dict[str, str]:
-    """{layer's site: recipe name} by the configuration, of the step after `step` steps."""
+  def _recipes(self, step: int) -> tuple[dict[str, str], dict[str, str]]:
+    """{layer's site: recipe name} of the step after `step` steps: by the configuration, and those
+    of policies that hold."""
     sites = self.configured.sites(phase=self.configured.phase(step))
-    return {name: recipe.name for name, recipe in site_tree.recipes_of(sites).items()}
+    own = {name: recipe.name for name, recipe in site_tree.recipes_of(sites).items()}
+    return own, self.configured.precision.held(self.policy_state.recipes, step)
 
   def target(self, step: int, loss: float, saved: checkpoint.Checkpoints) -> decide.Undo | None:
     """The roll-back after a loss that jumped; None to go on."""

@@ -53,6 +53,7 @@ class Saver:
 
   def begin(self, out: rich.console.Console) -> tuple[State, int]:
     """(a fresh state, the newest checkpoint's, or that of init.workdir; steps taken)."""
+    self._out = out
     steps, spec = self.checkpoints.steps(), self._spec
     if steps:
       before = self.checkpoints.meta(steps[-1]).get("seconds", {})
@@ -84,6 +85,19 @@ class Saver:
     if policy := meta.get("policy"):
       now.policies.set(decide.PolicyState.from_json(policy))
     self._weights_dtype = meta["weights_dtype"]
+    state = self._read(saved, step, meta)
+    out.print(f"resuming from step {step}")
+    for line in metrics_writer.holes(self._workdir, provenance_lib.origin(self._workdir), step):
+      out.print(line)
+    return state, step
+
+  def _read(self, saved: checkpoint.Checkpoints, step: int, meta: dict[str, Any]) -> State:
+    """The state of a checkpoint as this run goes on with it, whatever the run was that saved it.
+
+    Scales of other recipes, or of another table than precision.calibration, are left out.
+    """
+    now, out = self._now, self._out
+    changes = identity.diff(self._origin["config"], meta["config"])
     self._take(meta)
     abstract = train_step.abstract_state(now.spec, step)
     remembered = self._remembered(step)
@@ -92,23 +106,21 @@ class Saver:
     now.has_scales = is_same and not has_new_table
     if not now.has_scales:
       abstract = dataclasses.replace(abstract, scaling_states={})
+    read = policy_lib.keys_read(self._spec.precision.policy)
     accepted = identity.refused_changes(changes, (), read)
     state = saved.restore(step, abstract, self._batches.iterator, accepted)
-    out.print(f"resuming from step {step}")
     if has_new_table:
       out.print(f"step {step}: scales are re-initialised from the table of precision.calibration")
     elif not is_same:
       out.print(
         f"scales of step {step} belong to other recipes; re-initialised from the next batch"
       )
-    for line in metrics_writer.holes(self._workdir, provenance_lib.origin(self._workdir), step):
-      out.print(line)
     if jax.device_get(state.halted):
       moved = " (some layers may have moved with it)" * self._spec.optim.in_backward
       out.print(f"step {step} met a non-finite value{moved}; going on with the batch after it")
       # False, on the devices where it was.
       state = dataclasses.replace(state, halted=state.halted ^ state.halted)
-    return state, step
+    return state
 
   def roll_back(self, undo: decide.Undo) -> State:
     """The state of an older checkpoint; what is remembered becomes as it was then."""
@@ -117,10 +129,8 @@ class Saver:
     meta = self.checkpoints.meta(to)
     self._clock.lose_since(meta.get("seconds", {}))
     self._now.policies.roll_back(undo, meta.get("policy"))
-    self._now.has_scales, self._now.phase, self._now.undo = True, -1, None
-    self._take(meta)
-    abstract = train_step.abstract_state(self._now.spec, to)
-    return self.checkpoints.restore(to, abstract, self._batches.iterator)
+    self._now.phase, self._now.undo = -1, None
+    return self._read(self.checkpoints, to, meta)
 
   def _take(self, meta: dict[str, Any]):
     """Goes on with what a checkpoint remembers beside the state."""
@@ -137,9 +147,10 @@ class Saver:
 
   def save(self, step: int, state: State):
     """Starts writing the checkpoint of `step` steps."""
-    policy = (
-      {"policy": self._now.policies.policy_state.to_json()} if self._spec.precision.policy else {}
-    )
+    # What policies did stays, also where a resumed run has none any more.
+    did = self._now.policies.policy_state
+    is_kept = self._spec.precision.policy or did != decide.PolicyState()
+    policy = {"policy": did.to_json()} if is_kept else {}
     with self._clock.on("checkpoint"):
       meta = {
         **self._origin,

@@ -126,8 +126,7 @@ class RLState(run_state.RunState):
     phase, states = self.spec.phase(step), state.scaling_states
     here = self.spec.precision.phases[phase]
     if step == here.start and self.phase != phase:
-      is_known = self.calibration and not here.by_policy
-      states = self.calibration[self.policies.configured.phase(step)] if is_known else {}
+      states = {} if here.by_policy else self.of_table(step, phase) or {}
     return evaluator.sites_of(self.spec, None, states, phase)
 
   def _saved(self, path: str) -> list[dict[str, np.ndarray]]:

@@ -10,6 +10,7 @@ import rich.console
 
 from fp8jax.compiled import expected_gemms, fp8_gemms
 from fp8jax.data import batch_sharding
+from fp8jax.errors import UserError
 from fp8jax.jobs import policy_runner
 from fp8jax.kernels import self_test
 from fp8jax.ops import site_tree
@@ -28,7 +29,7 @@ class RunState:
 
   Attributes:
     policies: of the policies; its spec has the phases that they began.
-    calibration: {phase: scaling states} of precision.calibration's table, or None.
+    calibration: precision.calibration's table, as calibration.Table, or None.
     batches: of its data, as batch_sharding.TrainBatches.
     disturb: a fault for drills, see train.run.
     undo: the roll-back that policies ask for, until it is made.
@@ -101,9 +102,8 @@ class RunState:
       pass  # resumed within the phase
     elif here.by_policy and is_first:
       state = self.policies.begin_phase(state, batch, step, phase)
-    elif self.calibration:
-      scaling_states = self.calibration[self.policies.configured.phase(step)]
-      state = dataclasses.replace(state, scaling_states=scaling_states)
+    elif (known := self.of_table(step, phase)) is not None:
+      state = dataclasses.replace(state, scaling_states=known)
     else:
       state = self.policies.calibrated(state, batch, phase)
     self.policies.await_scales(state, phase)
@@ -119,6 +119,17 @@ class RunState:
         self._out.print(fp8_gemms.table(rows, title))
       self._proven = spec
     return state
+
+  def of_table(self, step: int, phase: int) -> dict[str, Any] | None:
+    """The scaling states that the calibration's table gives to the sites of a phase; None without.
+
+    One that lacks a row for a recipe that a policy chose gives none, and says so.
+    """
+    try:
+      return self.calibration and self.calibration.states(self.spec.sites(phase=phase))
+    except UserError as e:
+      self._out.print(f"step {step}: scales begin from the next batch: {e}")
+      return None
 
   def _try_kernels(self, phase: int):
     """Stops before the first step of a phase if a kernel of ours is wrong on this device."""

@@ -196,7 +196,7 @@ def stored(
   The state is the transformation's own; it is itself where all formats are float32.
 
   Args:
-    transformation: its state is a NamedTuple with "count" and the moments.
+    transformation: its state has one "count" and the moments.
     decays: {moment that it keeps, a field of Moments: its decay rate per step}.
     mask, seed: see `scale_by_adam`.
   """
@@ -211,7 +211,8 @@ def stored(
 
   def update(updates, state: Any, params=None, **rest):
     new: Any
-    updates, new = whole.update(updates, QuantizedState(state.count, state), params, **rest)
+    count: Any = optax.tree.get(state, "count")  # also of a chain
+    updates, new = whole.update(updates, QuantizedState(count, state), params, **rest)
     return updates, new.inner_state
 
   return optax.GradientTransformationExtraArgs(start, update)

@@ -184,37 +184,38 @@ def due(policies: tuple[Policy, ...], step: int) -> list[Refresh]:
 
 def after_statistics(
   policies: tuple[Policy, ...], before: PolicyState, step: int, firing: Collection[tuple[str, str]],
-  own: Mapping[str, str],
+  own: Mapping[str, str], held: Mapping[str, str] | None = None,
 ) -> tuple[PolicyState, list[Event]]:  # fmt: skip
   """The decisions after a snapshot of the tensor statistics.
 
   Args:
     firing: (layer's site, statistic) of all alarms that ring.
     own: {layer's site: recipe name} by the configuration, of the step that comes.
+    held: the overrides that still hold there; None: all.
 
   Returns:
     The state, with new `recipes` and `refresh`, and an event for every decision.
   """
-  draft = _Draft(before, step, own, firing)
+  draft = _Draft(before, step, own, firing, held)
   draft.decide([p for p in policies if not p.metric and not isinstance(p, RollBack)])
   return draft.finish(), draft.events
 
 
 def after_evaluation(
   policies: tuple[Policy, ...], before: PolicyState, step: int, values: Mapping[str, float],
-  own: Mapping[str, str],
+  own: Mapping[str, str], held: Mapping[str, str] | None = None,
 ) -> tuple[PolicyState, list[Event], list[tuple[RollBack, int, str]]]:  # fmt: skip
   """The decisions after an evaluation.
 
   Args:
     values: {metric: loss in nats, or share of right answers}.
-    own: {layer's site: recipe name} by the configuration, of the step that comes.
+    own, held: see `after_statistics`.
 
   Returns:
     The state, an event for every decision, and the roll-backs that are due: (policy, step of the
     last evaluation that was not worse, why).
   """
-  draft = _Draft(before, step, own, ())
+  draft = _Draft(before, step, own, (), held)
   judged = [p for p in policies if p.metric]
   for policy in judged:
     draft.judge(policy, values[policy.metric])
@@ -229,10 +230,10 @@ def after_evaluation(
 class _Draft:
   """Policy state being updated."""
 
-  def __init__(self, before: PolicyState, step: int, own: Mapping[str, str], firing):
+  def __init__(self, before: PolicyState, step: int, own: Mapping[str, str], firing, held):
     self.before, self.step, self.firing = before, step, firing
     self.events: list[Event] = []
-    self.given = dict(before.overrides)
+    self.given = dict(before.overrides if held is None else held)
     self.recipe_of = ChainMap(self.given, dict(own))  # as decided so far
     self.fresh: list[str] = []
     self.looks, self.away, self.counts = dict(before.looks), dict(before.away), dict(before.counts)

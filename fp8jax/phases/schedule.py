@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from fp8jax import patterns
 from fp8jax.phases.policy import Policy
+from fp8jax.recipe import rules as rules_lib
 
 Rules = tuple[tuple[str, str], ...]
+Changes = Sequence[tuple[int, Mapping[str, str]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,23 +44,48 @@ class Precision:
     """Index of the phase that trains the step after `step` steps taken."""
     return max(i for i, phase in enumerate(self.phases) if phase.start <= step)
 
-  def with_changes(
-    self, names: Sequence[str], changes: Sequence[tuple[int, Mapping[str, str]]]
-  ) -> "Precision":
+  def held(self, changes: Changes, step: int) -> dict[str, str]:
+    """{layer's site: recipe} of those that policies gave and that hold after `step` steps.
+
+    A later phase of the configuration ends some: one that makes the site wide, and of a wider
+    margin also one whose recipe is another, which the margin is not of.
+
+    Args:
+      changes: (first step, {layer's site: recipe name}), each in place of the one before.
+    """
+    given: dict[str, tuple[str, int]] = {}  # with the step that gave it
+    for start, recipes in changes:
+      if start <= step:
+        before = {site: (recipe, since) for site, (recipe, since) in given.items()
+                  if recipes.get(site) == recipe}  # fmt: skip
+        given = {site: (recipe, start) for site, recipe in recipes.items()} | before
+    return {s: r for s, (r, start) in given.items() if self._holds(s, r, start, step)}
+
+  def _holds(self, site: str, recipe: str, start: int, step: int) -> bool:
+    then, now = (self._own(site, at) for at in (start, step))
+    if now == then:
+      return True
+    is_wide = not rules_lib.recipe_by_name(now).is_quantized
+    return not is_wide and not rules_lib.differ_in_margin(recipe, then)
+
+  def _own(self, site: str, step: int) -> str:
+    rules = self.phases[self.at(step)].rules
+    return rules[patterns.first(rules, site)][1]
+
+  def with_changes(self, names: Sequence[str], changes: Changes) -> "Precision":
     """The same with recipes that policies gave to layers' sites.
 
     Args:
       names: all layers' sites.
-      changes: (first step, {layer's site: recipe name}), each in place of the one before.
+      changes: see `held`.
     """
     if not changes:
       return self
     own, phases = {phase.start for phase in self.phases}, []
     for start in sorted(own | {step for step, _ in changes}):
       rules = self.phases[self.at(start)].rules
-      given = [recipes for step, recipes in changes if step <= start]
-      if given:
-        rules = with_overrides(names, rules, given[-1])
+      if given := self.held(changes, start):
+        rules = with_overrides(names, rules, given)
       phases.append(Phase(start, rules, by_policy=start not in own))
     return dataclasses.replace(self, phases=tuple(phases))
 

@@ -103,8 +103,9 @@ def current(quant: Quant | None) -> Quant:
 
 def to_matrices(
   ws: Sequence[Any], moments: Moments, quant: Quant, chosen: Methods, where: str
-) -> list[ScaledMatrix]:
-  """The codes of matrices [N, K] that read one input, each of its own rows.
+) -> list[tuple[ScaledMatrix, float | None]]:
+  """Of matrices [N, K] that read one input: the codes of each, and the factor that all its scales
+  have, None of scales of one level.
 
   A scale of a whole tensor is that of all of them; so is the first level of two.
 
@@ -115,26 +116,28 @@ def to_matrices(
   try:
     if tile != WHOLE and any(number % tile for number in rows):  # one would be of two matrices
       return [_codes(w_NK, moments, quant, chosen) for w_NK in ws]
-    codes, ends = _codes(jnp.concatenate(ws), moments, quant, chosen), np.cumsum(rows)[:-1]
+    codes, factor = _codes(jnp.concatenate(ws), moments, quant, chosen)
   except UserError as e:
     raise UserError(f"{where}: {e}") from e
+  ends = np.cumsum(rows)[:-1]
   datas = jnp.split(codes.data, ends)
   scales = [codes.scale] * len(ws) if tile == WHOLE else jnp.split(codes.scale, ends // tile)
-  return [ScaledMatrix(*of, codes.tile) for of in zip(datas, scales, strict=True)]
+  return [(ScaledMatrix(*of, codes.tile), factor) for of in zip(datas, scales, strict=True)]
 
 
-def tensor_scale(ws: Sequence[Any], quant: Quant) -> float | None:
-  """The factor that all scales of two levels of these matrices have; None of one level."""
-  if quant.scale is not Scale.E4M3_OVER_F32:
-    return None
-  amax = jnp.max(jnp.stack([jnp.max(jnp.abs(w)) for w in ws]))
-  return float(quantize.tensor_scale(amax, quant))
-
-
-def _codes(w_NK, moments: Moments, quant: Quant, chosen: Methods) -> ScaledMatrix:
+def _codes(
+  w_NK, moments: Moments, quant: Quant, chosen: Methods
+) -> tuple[ScaledMatrix, float | None]:
   for method in chosen:
     if isinstance(method, methods.Awq) and method.clip:
       w_NK = awq.clipped(w_NK, moments, quant, method.grid)
+  factor = None
+  if quant.scale is Scale.E4M3_OVER_F32:  # of what is rounded, not of what was clipped
+    factor = float(quantize.tensor_scale(jnp.max(jnp.abs(w_NK)), quant))
+  return _rounded(w_NK, moments, quant, chosen), factor
+
+
+def _rounded(w_NK, moments: Moments, quant: Quant, chosen: Methods) -> ScaledMatrix:
   for method in chosen:
     if isinstance(method, methods.Gptq):
       return gptq.quantize(w_NK, moments, quant, method.damp, method.block, method.order)

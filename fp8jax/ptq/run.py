@@ -139,9 +139,8 @@ def _layer(
         names = [f"{mixer.key}/{site}" for site in group]
         where = f"layers/{layer}: {', '.join(names)}"
         parts = apply.to_matrices([ws[site] for site in group], of_input, quant, methods, where)
-        made.codes.update(zip(names, parts, strict=True))
-        factor = apply.tensor_scale([ws[site] for site in group], quant)
-        made.tensor_scales.update(dict.fromkeys(names, factor))
+        for path, (codes, factor) in zip(names, parts, strict=True):
+          made.codes[path], made.tensor_scales[path] = codes, factor
         for site, path in zip(group, names, strict=True):
           made.rows[path] = _row(ws[site], made.codes[path], of_input) if of_input else {}
           made.params[mixer.key] |= apply.to_biases(

@@ -111,6 +111,16 @@ def with_wider_margin(name: str, by: int, most: int) -> str | None:
   return calls.write(base, {**stated, "margin": min(max(margins) + by, most)}, words=True)
 
 
+def differ_in_margin(name: str, other: str) -> bool:
+  """Whether two names are of one recipe but for the margin."""
+  return _without_margin(name) == _without_margin(other)
+
+
+def _without_margin(name: str) -> tuple[str, dict[str, Any]]:
+  base, stated = calls.parse(name, words=True)
+  return base, {key: value for key, value in stated.items() if key != "margin"}
+
+
 def _options(name: str, option: str) -> tuple[dict[str, Any], tuple[Accumulate, ...]]:
   """(fields of Delayed, accumulation by pass) that "steps=16, accumulate=fast" names."""
   kinds = {f.name: type(f.default) for f in dataclasses.fields(Delayed)}

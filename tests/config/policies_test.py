@@ -136,7 +136,7 @@ def test_changes_of_policies_hold_through_the_phases_of_the_configuration():
   names = [f"layers/{i}/mlp/{site}" for i in range(2) for site in ("up", "down")]
   phases = (
     schedule.Phase(0, ((".*/down", "mxfp8"), (".*", "block_128"))),
-    schedule.Phase(10, ((".*", "bf16"),)),
+    schedule.Phase(10, ((".*", "mxfp8_ste"),)),
   )
   changes = [(4, {names[1]: "rowwise"}), (7, {names[1]: "rowwise", names[3]: "rowwise"}), (12, {})]
   changed = schedule.Precision(phases).with_changes(names, changes)
@@ -146,8 +146,37 @@ def test_changes_of_policies_hold_through_the_phases_of_the_configuration():
   for step, expected in {
     3: ("block_128", "mxfp8", "block_128", "mxfp8"),
     4: ("block_128", "rowwise", "block_128", "mxfp8"),
-    9: ("block_128", "rowwise", "block_128", "rowwise"), 11: ("bf16", "rowwise", "bf16", "rowwise"),
-    13: ("bf16",) * 4,
+    9: ("block_128", "rowwise", "block_128", "rowwise"),
+    11: ("mxfp8_ste", "rowwise", "mxfp8_ste", "rowwise"), 13: ("mxfp8_ste",) * 4,
   }.items():  # fmt: skip
     chosen = rules.match(names, changed.phases[changed.at(step)].rules)  # no rule decides nothing
     assert tuple(chosen[name] for name in names) == expected
+
+
+def test_a_phase_of_the_configuration_ends_what_policies_gave_where_it_is_wide():
+  """The last steps in BF16 are in BF16; a margin is of its recipe, and ends with it."""
+  delayed, wider = "tensor_delayed(steps=4)", "tensor_delayed(steps=4, margin=1)"
+  phases = (
+    schedule.Phase(0, (("a", delayed), (".*", "tensor_delayed"))),
+    schedule.Phase(4, (("c", delayed), (".*", "block_128"))),
+    schedule.Phase(6, ((".*", "bf16"),)),
+    schedule.Phase(9, ((".*", delayed),)),
+  )
+  first = {"a": wider, "b": "rowwise", "c": "tensor_delayed(margin=2)"}
+  changes = [
+    (2, first),
+    (5, {**first, "d": "rowwise"}),
+    (7, {**first, "a": "mxfp8", "d": "rowwise"}),
+  ]
+  precision = schedule.Precision(phases)
+  assert precision.held(changes, 3) == first
+  assert precision.held(changes, 4) == {"b": "rowwise"}
+  assert precision.held(changes, 5) == {"b": "rowwise", "d": "rowwise"}
+  assert precision.held(changes, 6) == {}
+  # Given within a phase, it holds in it, whatever the phase has.
+  assert precision.held(changes, 7) == {"a": "mxfp8"}
+  assert precision.held(changes, 9) == {"a": "mxfp8", "b": "rowwise", "d": "rowwise"} | {
+    "a": "mxfp8"
+  }
+  chosen = precision.with_changes("abcd", changes)
+  assert rules.match("abcd", chosen.phases[chosen.at(6)].rules) == dict.fromkeys("abcd", "bf16")

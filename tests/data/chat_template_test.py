@@ -305,6 +305,32 @@ def test_a_token_over_the_end_of_a_trained_span_is_not_trained(tmp_path):
     assert sample.tokens[sample.trained].tolist() == trained
 
 
+@pytest.mark.parametrize("is_in_sequence", [False, True])
+def test_spaces_are_trained_where_a_tokenizer_leaves_them_out_of_offsets(tmp_path, is_in_sequence):
+  made = tokenizers.Tokenizer(tokenizers.models.BPE())
+  made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made.decoder = tokenizers.decoders.ByteLevel()
+  trims = tokenizers.processors.ByteLevel(trim_offsets=True)
+  made.post_processor = tokenizers.processors.Sequence([trims]) if is_in_sequence else trims
+  made.add_special_tokens(["<|im_end|>"])
+  made.train_from_iterator([], tokenizers.trainers.BpeTrainer(
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    special_tokens=["<|im_end|>"], show_progress=False,
+  ))  # fmt: skip
+  made.save(str(tmp_path / "tokenizer.json"))
+  text = (
+    "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% endfor %}"
+  )
+  tokenizer = tokenize.Tokenizer(str(tmp_path), "<|im_end|>")
+  answer = "return  1\n    x"
+  (sample,) = encode.Encoder(tokenizer, ChatTemplate(text)).samples(
+    {"messages": [user("q"), assistant(answer)]}
+  )
+  trained = sample.tokens[sample.trained].tolist()
+  assert tokenizer.decode(trained) == answer
+
+
 def test_turns_of_weight_0_and_what_follows_the_last_turn_are_not_trained():
   chat = [user("a"), assistant("no", weight=0), user("b"), assistant("yes"), user("c")]
   for name in ("qwen2_5", "qwen2_5_training"):

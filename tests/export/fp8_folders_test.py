@@ -243,6 +243,24 @@ def test_export_states_compressed_tensors_as_a_whole(fp8, weights, inputs):
   }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+  "at, key, value, word",
+  [
+    ((), "transform_config", {"config_groups": {"R4": {"type": "hadamard"}}}, "transform_config="),
+    (("config_groups", "group_0"), "output_activations", {"num_bits": 8}, "output_activations="),
+  ],
+)
+def test_what_a_folder_computes_beside_its_codes_is_refused(at, key, value, word):
+  stated = scheme_config.to_config({"w": CHANNELS}, ["lm_head"])
+  assert scheme_config.of_config({"quantization_config": stated | {"transform_config": {}}}, "c")
+  node = stated
+  for name in at:
+    node = node[name]
+  node[key] = value
+  with pytest.raises(UserError, match=word):
+    scheme_config.of_config({"quantization_config": stated}, "c")
+
+
 def test_auto_scales_are_powers_of_two_only_where_all_codes_of_training_have_such():
   entries, recipes = names.entries(TINY), site_tree.recipes_of(_sites("block_128"))
   pow2 = site_tree.recipes_of(_sites("block_128_pow2"))

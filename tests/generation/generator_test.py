@@ -325,14 +325,17 @@ def test_pieces_of_text_are_those_of_the_completions(rng, sampling):
   assert pieces == {place: completion.text for place, completion in done}
 
 
-def test_end_tokens_are_those_of_the_generation_settings_then_of_the_config(tmp_path):
+def test_end_tokens_are_those_of_the_generation_settings_then_of_the_config(tmp_path, monkeypatch):
   tokenizer = Tokenizer("bytes")
   assert api.end_ids("", tokenizer) == [256]
+  monkeypatch.setattr(Tokenizer, "token_id", lambda self, name: {"<stop>": 9}.get(name))
+  assert api.end_ids("", tokenizer, ["<stop>"]) == [256, 9]  # beside the tokenizer's own
   for file, stated, want in (
     ("", "5", [5]), ("generation_", "[7, 8]", [7, 8]), ("generation_", "null", [5])
   ):  # fmt: skip
     (tmp_path / f"{file}config.json").write_text(f'{{"eos_token_id": {stated}}}')
     assert api.end_ids(str(tmp_path), tokenizer) == want
+    assert api.end_ids(str(tmp_path), tokenizer, ["<stop>"]) == [*want, 9]
   (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
   with pytest.raises(UserError, match="eos_token_id is \\['</s>'\\], expected ids"):
     api.end_ids(str(tmp_path), tokenizer)

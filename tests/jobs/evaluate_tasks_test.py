@@ -1,6 +1,7 @@
 """--job=evaluate --config.eval.tasks: from a folder to stored verdicts, table and comparison."""
 
 import json
+import shutil
 import types
 
 import chats
@@ -75,6 +76,18 @@ def test_a_folder_is_evaluated_stored_and_compared(folder, tmp_path, capsys):
 
   assert _evaluate(tmp_path / "a", _config(folder, tasks=tasks)) == 1
   assert "settings.chat (True there, False here)" in capsys.readouterr().err
+  smooth = _config(folder, tasks=tasks, chat=True)
+  smooth.precision.smooth_swiglu = "token"
+  assert _evaluate(tmp_path / "a", smooth) == 1
+  assert "settings.precision.smooth_swiglu (" in capsys.readouterr().err
+  # Another weight, in the middle of the file: another model of the same name and size.
+  path = tmp_path / folder.name
+  shutil.copytree(folder, path)
+  data = bytearray((path / "model.safetensors").read_bytes())
+  data[len(data) // 2 + 1] ^= 1
+  (path / "model.safetensors").write_bytes(data)
+  assert _evaluate(tmp_path / "a", _config(path, tasks=tasks, chat=True)) == 1
+  assert "settings.digest (" in capsys.readouterr().err
   assert _evaluate(tmp_path / "a", _config(folder)) == 1
   assert "leaves nothing to evaluate; set one of them" in capsys.readouterr().err
 

@@ -60,6 +60,12 @@ def test_prompts_of_a_file_are_completed_to_standard_output_and_to_json_lines(
   capsys.readouterr()
   assert dispatch.run("generate", c, base.get_config(), "x.py", "") == 1
   assert "exists; move it away" in capsys.readouterr().err
+  (tmp_path / "p.jsonl").write_text(
+    '{"prompt": "a"}\n{"prompt": "b", "text": "gold", "index": 7}\n'
+  )
+  c.generate.prompts, c.generate.out = str(tmp_path / "p.jsonl"), str(tmp_path / "other.jsonl")
+  assert dispatch.run("generate", c, base.get_config(), "x.py", "") == 1
+  assert "the fields index, text are those of completions" in capsys.readouterr().err
 
 
 def test_equal_greedy_samples_are_all_written_and_drawn_once(folder, tmp_path, capsys):

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import types
 
 import debug_runs
@@ -18,6 +19,7 @@ from fp8jax.data import loader
 from fp8jax.jobs import policy_runner, run_reports, train
 from fp8jax.kernels import choose
 from fp8jax.ops import scaling, site_tree
+from fp8jax.ops import site as site_lib
 from fp8jax.phases import decide
 from fp8jax.report import files
 from fp8jax.run import calibration, checkpoint, preemption, restore
@@ -241,6 +243,15 @@ def test_a_decision_is_about_the_recipes_of_the_step_that_comes():
   at_work = policy_runner.PolicyRunner(harness.text_spec(**{**LOUD, **late}), lambda *_: None)
   at_work.measured(4, alarm)
   assert at_work.policy_state.overrides == {}
+  at_work.measured(2, alarm)
+  assert at_work.policy_state.overrides == {site: "tensor_delayed(steps=4, margin=1)"}
+  assert {
+    r.name for r in site_tree.recipes_of(at_work.spec.sites(phase=at_work.spec.phase(4))).values()
+  } == {"bf16"}
+  before = at_work.policy_state.recipes
+  at_work.measured(4, alarm)  # no margin is left to widen
+  assert at_work.policy_state.recipes[: len(before)] == before
+  assert not at_work.policy_state.overrides
 
 
 @pytest.mark.slow
@@ -358,6 +369,113 @@ def test_policies_act_on_eight_devices_as_on_one(tmp_path):
     assert (step, got) == (other, pytest.approx(loss, rel=1e-3))
 
 
+def test_a_roll_back_to_a_step_that_halted_trains_on(tmp_path):
+  """As a resume does: the policy came with a run that went on after a NaN."""
+
+  def broken(state, host, number):
+    if number == 3:
+      host = {**host, "weights_BL": host["weights_BL"] * np.nan}
+    return state, host
+
+  def jumping(state, host, number):
+    return state, {**host, "targets_BL": host["targets_BL"] * 0 + 255} if number == 6 else host
+
+  changes = {"precision.rules": ((".*", "bf16"),), "checkpoint.every": 2, "eval.tokens": 0,
+             "checkpoint.keep": 4, "optim.peak_lr": 1e-3, "optim.schedule": "constant",
+             "steps": 8}  # fmt: skip
+  with pytest.raises(train.NonFinite):
+    run(tmp_path, broken, **changes)
+  changes |= {"precision.policy": ("roll_back(z=3.0, window=2, skip=3, most=1)",),
+              "checkpoint.accept_changes": ("precision.policy",)}  # fmt: skip
+  run(tmp_path, jumping, **changes)
+  assert any("back to the checkpoint of step 4" in text for _, _, text in actions(tmp_path))
+  state = harness.saved_state(tmp_path, harness.text_spec(**changes), 8)
+  assert int(state.step) == 8 and int(state.skipped) == 1 and not state.halted
+  before = harness.saved_state(tmp_path, harness.text_spec(**changes), 6)
+  assert not np.array_equal(before.params["embed"], state.params["embed"])
+
+
+_UNDONE = {"checkpoint.every": 2, "checkpoint.keep": 9, "eval.tokens": 0, "optim.peak_lr": 1e-4,
+           "precision.policy": ("roll_back(z=1.0, window=2, skip=1, most=1)",)}  # fmt: skip
+
+
+def _jump(seen):
+  def disturb(state, host, number):
+    seen.append((number, jax.device_get(dict(state.scaling_states))))
+    return state, {**host, "targets_BL": host["targets_BL"] * 0 + 255} if number == 5 else host
+
+  return disturb
+
+
+@pytest.mark.slow
+def test_a_roll_back_takes_no_scales_of_other_recipes_or_another_table(tmp_path):
+  """Those of a checkpoint that an accepted change made useless for the resumed run."""
+  recipes = {
+    name: {"precision.rules": ((".*", name),)} for name in ("tensor_current", "tensor_delayed")
+  }
+  run(tmp_path / "a", steps=4, **_UNDONE, **recipes["tensor_current"])
+  keys = ("precision.rules", "precision.calibration", "steps")
+  accepted = {"checkpoint.accept_changes": keys}
+  run(
+    tmp_path / "a", _jump(seen := []), steps=8, **_UNDONE, **recipes["tensor_delayed"], **accepted
+  )
+  assert any("back to the checkpoint of step 4" in text for _, _, text in actions(tmp_path / "a"))
+  assert all(states for _, states in seen)
+
+  static = {"precision.rules": (("head", "bf16"), (".*", "e4m3_static"))}
+  spec = harness.text_spec(steps=4, **_UNDONE, **static)
+  state, _ = harness.calibrated_batches(spec, 1)
+  first = calibration.of_states(spec.sites(), state.scaling_states, step=0, fingerprint="")
+  second = {**first, "rows": [{**row, "amax": row["amax"] * 4} for row in first["rows"]]}
+  tables = {}
+  for name, table in (("first", first), ("second", second)):
+    (tmp_path / name).write_text(json.dumps(table))
+    tables[name] = {"precision.calibration": str(tmp_path / name)}
+  run(tmp_path / "b", steps=4, **_UNDONE, **static, **tables["first"])
+  run(
+    tmp_path / "b", _jump(seen := []), steps=8, **_UNDONE, **static, **tables["second"], **accepted
+  )
+  assert any("back to the checkpoint of step 4" in text for _, _, text in actions(tmp_path / "b"))
+  wanted = calibration.load(spec, str(tmp_path / "second")).states(spec.sites())
+  assert len(seen) > 4
+  for _, states in seen:
+    harness.assert_trees_equal(states, wanted)
+
+
+def test_a_table_gives_scales_to_sites_as_policies_have_split_them():
+  changes = {"precision.policy": ("widen_margin()",), "log.tensor_stats_every": 2}
+  spec = harness.text_spec("e4m3_static", **changes)
+  names = site_tree.recipes_of(spec.sites())
+  amaxes = {(name, t): 1.0 + i / 7 for i, name in enumerate(names) for t in "xwg"}
+  at_work = policy_runner.PolicyRunner(spec, lambda *_: None)
+  at_work.set(decide.PolicyState(recipes=((2, {"layers/1/mlp/up": "e4m3_static(margin=1)"}),)))
+  sites = at_work.spec.sites(phase=at_work.spec.phase(3))
+  states = calibration.Table(amaxes).states(sites)
+  layers = {}
+  for name, site in site_lib.flatten(sites).items():
+    rows = np.asarray(states[name].amax_3).reshape(-1, 3) if name in states else ()
+    layers |= dict(zip(site.layer_names, rows))
+  assert len(states) > len(calibration.Table(amaxes).states(spec.sites()))
+  for name, row in layers.items():
+    np.testing.assert_array_equal(row, np.float32([amaxes[name, t] for t in "xwg"]), name)
+
+
+@pytest.mark.slow
+def test_what_policies_did_stays_in_checkpoints_of_a_run_without_them(tmp_path):
+  alarms = {"log.alarms": (("amax", ">", 0.0, "layers/1/mlp/up/x"),), "log.tensor_stats_every": 2}
+  changes = {**alarms, "precision.rules": ((".*", "tensor_delayed"),), "checkpoint.every": 2,
+             "checkpoint.keep": 9, "eval.tokens": 0}  # fmt: skip
+  switch = "switch_recipe(alarm='amax', k=1, looks=1, sites='layers/1/mlp/up')"
+  run(tmp_path / "a", steps=4, **changes, **{"precision.policy": (switch,)})
+  shutil.copytree(tmp_path / "a", tmp_path / "b")
+  without = {"checkpoint.accept_changes": ("precision.policy", "steps")}
+  run(tmp_path / "a", steps=8, **changes, **without)
+  for steps in (6, 8):
+    run(tmp_path / "b", steps=steps, **changes, **without)
+  assert policy_memory(tmp_path / "b", 6)["recipes"][-1][1] == {"layers/1/mlp/up": "bf16"}
+  assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
 def test_roll_back_to_a_checkpoint_from_before_policies_leaves_batches_out():
   said, spec = [], harness.text_spec(**POLICIES["roll back"])
   at_work = policy_runner.PolicyRunner(spec, lambda step, events: said.append((step, *events)))
@@ -410,7 +528,7 @@ def test_tables_of_a_refresh_bring_the_scales_before_back(tmp_path, monkeypatch)
   loaded = {}
   for name, wanted in (("before", before), ("after", seen[3])):
     path = str(whole / f"refresh/step_3_{name}.json")
-    loaded[name] = calibration.load(spec, path)[0]
+    loaded[name] = calibration.load(spec, path).states(spec.sites())
     for site, state in loaded[name].items():
       np.testing.assert_array_equal(state.amax_3, wanted[site].amax_3, err_msg=site)
   one = {(r["site"], r["tensor"]): r for r in json.loads(tables["step_3_before.json"])["rows"]}

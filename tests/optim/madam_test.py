@@ -36,6 +36,24 @@ def test_madam_multiplies_by_the_gradient_over_its_root_mean_square(rng):
   assert not np.any(np.asarray(master)[0, :4])
 
 
+def test_madams_moment_is_stored_in_8_bits(rng):
+  """Its transformation is a chain, whose count lies deeper."""
+  leaf, wide = (_leaf(optimizer="madam", moment_format=f) for f in ("coat", "float32"))
+  w = jnp.asarray(rng.standard_normal((64, 128)), jnp.float32)
+  moved = {}
+  for name, of in (("coat", leaf), ("float32", wide)):
+    state, master = update.init(of, w)
+    for seed in range(3):
+      g = jnp.asarray(np.random.default_rng(seed).standard_normal(w.shape), jnp.float32)
+      state, master = update.update_param(of, g, state, master, update.UpdateArgs(1, 0.01, 1.0))[:2]
+    moved[name] = master
+    kept = {x.dtype.itemsize for x in jax.tree.leaves(state) if x.size >= w.size}
+    assert kept == ({1} if name == "coat" else {4})
+  steps = {name: np.log(np.abs(m / w)) for name, m in moved.items()}
+  np.testing.assert_allclose(steps["coat"], steps["float32"], atol=0.01 * 3 * 2**-4)
+  assert not np.array_equal(steps["coat"], steps["float32"])
+
+
 @pytest.mark.parametrize("bits", [16, 12, 10])
 def test_the_error_of_a_multiplicative_update_does_not_depend_on_the_weight(bits):
   """A step of one number moves every magnitude by one number exactly; an additive step that is a

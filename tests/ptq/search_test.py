@@ -3,13 +3,14 @@
 import itertools
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
 
 from fp8jax import formats
 from fp8jax.errors import UserError
-from fp8jax.ptq import awq, bias, learned_rounding, moments, smooth
+from fp8jax.ptq import apply, awq, bias, learned_rounding, methods, moments, smooth
 from fp8jax.quantization import quantize
 from fp8jax.recipe.quant import Largest, Quant, Scale
 
@@ -60,6 +61,26 @@ def test_awq_takes_the_best_ratio_of_its_grid(seed):
     np.asarray(made.scale_K)[mean > 0], s / np.sqrt(s.max() * s.min()), rtol=1e-5
   )
   assert made.scale_K[5] == 1
+
+
+def test_the_factor_of_two_levels_is_of_what_clipping_left():
+  """Scales are the factor times E4M3 numbers, of matrices that are quantized as one."""
+  rng = np.random.default_rng(0)
+  ws = [jnp.asarray(rng.standard_normal((n, 64)), jnp.float32) for n in (8, 24)]
+  ws[1] = ws[1].at[3, 5].set(30.0)  # an outlier that a clip pays for
+  x = jnp.asarray(rng.standard_normal((96, 64)), jnp.float32).at[:, 5].multiply(1e-3)
+  quant = Quant(formats.by_name("e2m1"), (1, 16), Scale.E4M3_OVER_F32)
+  made = {}
+  for chosen in ((), (methods.Awq(clip=True),)):
+    parts = apply.to_matrices(ws, moments.of(x), quant, chosen, "here")
+    assert len(parts) == 2 and len({factor for _, factor in parts}) == 1
+    for codes, factor in parts:
+      shares = np.asarray(codes.scale, np.float64) / factor
+      np.testing.assert_allclose(
+        shares, shares.astype(ml_dtypes.float8_e4m3fn).astype(float), rtol=1e-6
+      )
+    made[bool(chosen)] = parts[0][1]
+  assert made[False] == pytest.approx(30.0 / (6 * 448)) and made[True] < 0.9 * made[False]
 
 
 def test_awq_clips_every_tile_where_its_own_error_is_least():

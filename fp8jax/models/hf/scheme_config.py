@@ -210,6 +210,11 @@ def _modelopt(stated: Mapping[str, Any], where: str) -> Quantization:
 def _compressed(stated: Mapping[str, Any], where: str) -> Quantization:
   known = tuple(name for name in schemes.CONTAINERS if "-" in name)
   _expect(stated, {"format": (*known, MIXED)}, where)
+  if transforms := stated.get("transform_config"):
+    raise UserError(
+      f"{where}: transform_config={str(transforms)[:80]}: rotations while the model runs are not "
+      "supported; quantize without them (R1 and R2 alone, which weights hold)"
+    )
   groups = stated.get("config_groups")
   if not isinstance(groups, Mapping) or not groups:
     raise UserError(f"{where}: config_groups={groups!r}, expected groups of Linear layers")
@@ -222,6 +227,7 @@ def _compressed(stated: Mapping[str, Any], where: str) -> Quantization:
     container = group.get("format") or stated["format"]
     _expect({"format": container}, {"format": known}, of)
     weight = _quant(weights, f"{of}: weights")
+    _expect(group, {"output_activations": (None,)}, of)
     inputs = group.get("input_activations")
     inputs = None if inputs is None else _inputs(inputs, f"{of}: input_activations")
     made.append((tuple(map(str, group.get("targets") or ())), Scheme(container, weight, inputs)))
