@@ -147,7 +147,7 @@ class Saver:
 
   def save(self, step: int, state: State):
     """Starts writing the checkpoint of `step` steps."""
-    # What policies did stays, also where a resumed run has none any more.
+    # Acts of policies stay, also where a resumed run has none any more.
     did = self._now.policies.policy_state
     is_kept = self._spec.precision.policy or did != decide.PolicyState()
     policy = {"policy": did.to_json()} if is_kept else {}

@@ -159,7 +159,7 @@ def read(path: str, names: Container[str] | None = None) -> dict[tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """What scales start from.
+  """The amaxes that scales start from.
 
   Attributes:
     amaxes: {(layer's site, tensor): amax}.
