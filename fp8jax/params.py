@@ -155,8 +155,9 @@ def _checksum(x):
 
   MurmurHash3's finalizer mixes. A sum of the bits themselves would not see two signs that change.
   """
-  by_size = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-  bits = jax.lax.bitcast_convert_type(x, by_size[x.dtype.itemsize]).astype(jnp.uint32)
+  by_bits = {4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
+  info = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
+  bits = jax.lax.bitcast_convert_type(x, by_bits[info(x.dtype).bits]).astype(jnp.uint32)
   place = jnp.zeros(x.shape, jnp.uint32)
   for axis in range(x.ndim):
     place = place * jnp.uint32(2654435761) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)

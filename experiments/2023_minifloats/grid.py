@@ -98,7 +98,7 @@ def of_layer(name: str) -> dict[str, float]:
   mean_K = np.asarray(moments.sum_K / moments.count, np.float64)
   for technique in ("round_to_nearest", "gptq", "learned_rounding(steps=100)"):
     chosen = (methods.by_name(technique),)
-    (codes,) = apply.to_matrices([w_NK], moments, channel(FORMATS[name]), chosen, SITE)
+    ((codes, _),) = apply.to_matrices([w_NK], moments, channel(FORMATS[name]), chosen, SITE)
     error_NK = codes.dequantize() - w_NK
     error = float(jnp.sum(moments.errors(error_NK)))
     # A bias takes out the mean error of every output.

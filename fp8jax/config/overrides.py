@@ -3,6 +3,9 @@
 from absl import flags
 from ml_collections import config_flags
 
+from fp8jax.config import registry
+from fp8jax.config.files import Config
+
 
 class _OrNone(flags.ArgumentParser):
   """A parser of absl that also takes None, the value of an optional key that is not stated."""
@@ -15,6 +18,14 @@ class _OrNone(flags.ArgumentParser):
 
   def flag_type(self) -> str:
     return self._parser.flag_type()
+
+
+def with_none(c: Config):
+  """Takes None for an optional tuple, which absl's parser of tuples reads as a text of one."""
+  for one in registry.KEYS.values():
+    if one.type is tuple and one.is_optional and registry.at(c, one.name) in (("None",), (None,)):
+      *above, last = one.name.split(".")
+      registry.at(c, ".".join(above))[last] = None
 
 
 def take_none():

@@ -358,7 +358,7 @@ def fingerprint(spec: DataConfig) -> str:
     [(n, s["weight"], source_fingerprint(s)) for n, s in sorted(spec.sources.items())],
   ]  # fmt: skip
   if spec.chat is not None:
-    parts.append(spec.chat.fingerprint())
+    parts.append(spec.chat.fingerprint() + "|spaces" * spec.tokenizer.trims_offsets)
   return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

@@ -37,13 +37,23 @@ def refuse_malformed(policy: str, record: dict[str, Any]):
   refuse(policy, "data.on_malformed='skip'", record["origin"], record["error"])
 
 
-def _keep_spaces(loaded):
-  """Has offsets count the spaces of a token, which trim_offsets leaves out: ids are the same."""
+def _keep_spaces(loaded) -> bool:
+  """Has offsets count the spaces of a token; whether trim_offsets would have left them out."""
   processor = loaded.post_processor
   if processor is None or b'"trim_offsets":true' not in (state := processor.__getstate__()):
-    return
+    return False
   processor.__setstate__(state.replace(b'"trim_offsets":true', b'"trim_offsets":false'))
   loaded.post_processor = processor
+  return True
+
+
+def _trimmed(text: str, first: int, end: int) -> tuple[int, int]:
+  """Offsets of a token without its outer spaces, as trim_offsets has them; of spaces alone, all."""
+  piece = text[first:end]
+  if not (inner := piece.strip()):
+    return first, end
+  first += piece.index(inner)
+  return first, first + len(inner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +79,9 @@ class Tokenizer(reading.Reopened):
   bos: str = "auto"
 
   @functools.cached_property
-  def _loaded(self) -> tuple[Any, bool]:
-    """(the library's tokenizer, whether its file would have cut or padded texts)."""
+  def _loaded(self) -> tuple[Any, bool, bool]:
+    """(the library's tokenizer, whether its file would have cut or padded texts, and whether it
+    leaves outer spaces out of offsets)."""
     import tokenizers  # extra `hf`
 
     try:
@@ -85,12 +96,16 @@ class Tokenizer(reading.Reopened):
     sizes = bool(loaded.truncation or loaded.padding)
     loaded.no_truncation()
     loaded.no_padding()
-    _keep_spaces(loaded)
-    return loaded, sizes
+    return loaded, sizes, _keep_spaces(loaded)
 
   @property
   def _tokenizer(self):
     return self._loaded[0]
+
+  @property
+  def trims_offsets(self) -> bool:
+    """Whether its file leaves the outer spaces of tokens out of offsets."""
+    return self.path != BYTES and self._loaded[2]
 
   @functools.cached_property
   def _begin(self) -> list[int]:
@@ -197,13 +212,19 @@ class Tokenizer(reading.Reopened):
     return [np.asarray([*self._begun(e.ids), self.eos_id], np.int32) for e in encodings]
 
   def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """(int32 ids [n], int64 [n, 2]: first and end character of each), nothing added."""
+    """(int32 ids [n], int64 [n, 2]: first and end character of each), nothing added.
+
+    Outer spaces of a token count as its tokenizer.json has it; those of a token of spaces always.
+    """
     if self.path == BYTES:
       first = np.repeat(np.arange(len(text)), [len(letter.encode()) for letter in text])
       ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
       return ids, np.stack([first, first + 1], 1)
     encoding = self._encoding(text)
-    return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+    offsets = encoding.offsets
+    if self.trims_offsets:
+      offsets = [_trimmed(text, *pair) for pair in offsets]
+    return np.asarray(encoding.ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2)
 
   def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """Ids of a text that is to be continued: without the end-of-document id.

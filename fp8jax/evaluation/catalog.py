@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from fp8jax import calls
@@ -48,8 +49,6 @@ def load(settings: Tasks) -> tuple[tasks.Task, ...]:
   collected = ConfigErrors()
   for task in made:
     collected.extend(task.protocol.problems(task.name))
-  if any(verifiers.MATH in task.verifier.split("/") for task in made):
-    collected.extend(_lacks("math_verify"))
   by_file: dict[str, list[str]] = {}
   for task in made:
     by_file.setdefault(store.file_name(task.name).casefold(), []).append(task.name)
@@ -62,6 +61,14 @@ def load(settings: Tasks) -> tuple[tasks.Task, ...]:
     )
   collected.refuse()
   return made
+
+
+def check_packages(made: Iterable[tasks.Task]):
+  """Raises ConfigError where a verifier's package is missing, before anything is generated."""
+  collected = ConfigErrors()
+  if any(verifiers.MATH in task.verifier.split("/") for task in made):
+    collected.extend(_lacks("math_verify"))
+  collected.refuse()
 
 
 _CALL = re.compile(r"(.*\.jsonl?|[^()]*)\((.*)\)")

@@ -295,7 +295,9 @@ def _model(
   if fp8 and spec.of(Export).kv_cache:
     scales = serving.kv_scales(params, plain, texts, fp8_lib.METHODS[spec.of(Export).format])
     fp8 = dataclasses.replace(fp8, kv_scales=scales)
-  base, of_text = source.base, (source.companions, spec.data.tokenizer)
+  own = {} if source.companions else _own_tokenizer(spec.data)
+  folder = os.path.dirname(own.get("tokenizer.json", ""))
+  base, of_text = source.base, (source.companions or folder, spec.data.tokenizer)
   if plain.model.reward_head:
     base = padding.with_token(base, *of_text, plain.model.vocab_size)
   before = (spec, adapted) if adapted is not None else source.before or (plain, params)
@@ -310,18 +312,20 @@ def _model(
     operands=operands,
     rows=rows,
   )
-  if not source.companions:
-    files |= _own_tokenizer(spec.data)
+  files |= own
   if plain.model.reward_head and base:
     files |= padding.file(files, *of_text, base["pad_token_id"])
   return gate, files, lambda part: hf_weights.load_params(part, plain.model, plain.run.layout)[0]
 
 
-def _own_tokenizer(data: DataConfig) -> write.Files:
+def _own_tokenizer(data: DataConfig) -> dict[str, Any]:
   """Of a run that began without a folder: the tokenizer and the template that it learned with."""
   if data.tokenizer.path == BYTES:
     return {}
-  files = write.tokenizer_files(os.path.dirname(data.tokenizer.file))
+  file = os.path.abspath(data.tokenizer.file)
+  is_folders = os.path.basename(file) == "tokenizer.json"  # else its neighbours are of another
+  files = {**(write.tokenizer_files(os.path.dirname(file)) if is_folders else {})}
+  files["tokenizer.json"] = file
   if data.chat is not None and data.chat_template:
     files[template.FILE] = os.path.expanduser(data.chat_template)
   return files

@@ -46,7 +46,9 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
     rest = _parse(argv)
     if path and not job:
       flags.FLAGS["job"].value = _check_job(named.job(path), f"{path}: JOB=")
-    flags.FLAGS["config"].value  # noqa: B018  (without an override, the file runs only here)
+    c = flags.FLAGS["config"].value  # without an override, the file runs only here
+    if c is not None:
+      overrides.with_none(c)
     return rest
   except ConfigError as e:
     _refuse("\n".join(f"{path}: {problem}" for problem in e.problems))
@@ -93,11 +95,10 @@ def _check_sweep(argv: list[str], config: str | None, job: str | None):
       _refuse(f"--{name} without --sweep=FILE, whose trials it is for")
   changes = [a for a in argv[1:] if a.lstrip("-").startswith(("config.", "noconfig."))]
   if sweep is not None and changes:
-    key, is_joined, value = changes[0].lstrip("-").partition("config.")[2].partition("=")
-    shown = value if is_joined else not changes[0].lstrip("-").startswith("no")
-    _refuse(
-      f"{changes[0]} beside --sweep: state it in the sweep's file, fixed={{{key!r}: {shown}}}"
-    )
+    key, _, value = changes[0].partition("config.")[2].partition("=")
+    is_plain = re.fullmatch(r"-?[\d.e-]+|True|False|None", value)
+    shown = f"{{{key!r}: {value if is_plain else '...'}}}"
+    _refuse(f"{changes[0]} beside --sweep: state it in the sweep's file, fixed={shown}")
   if sweep is not None and config is not None:
     _refuse(f"--config={config} beside --sweep: the sweep's file names its config; leave one out")
   if sweep is not None and job not in (None, "train"):
@@ -109,10 +110,12 @@ def _check_unread(job: str, argv: list[str]):
   """Refuses options that a sweep, or a job of files or of the machine, does not read."""
   who = "--sweep" if _value_of("sweep", argv) else f"--job={job}"
   unread = ["baseline"] if job != "compare" else []
-  unread += ["out", "topology"] if who == "--sweep" or job in _WITHOUT_CONFIG else []
+  if who == "--sweep" or job in _WITHOUT_CONFIG:
+    unread += ["out", "topology", "distributed", "coordinator", "processes", "process"]
+  unread += ["workdir"] if job == "doctor" else []
   for name in unread:
-    if value := _value_of(name, argv):
-      _refuse(f"--{name}={value} is not read by {who}; leave it out")
+    if _value_of(name, argv) is not None:
+      _refuse(f"--{name} is not read by {who}; leave it out")
 
 
 def _refuse(message: str) -> NoReturn:

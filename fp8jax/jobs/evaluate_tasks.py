@@ -1,7 +1,7 @@
 """Tasks with verifiable answers: the second half of --job=evaluate."""
 
-import contextlib
 import dataclasses
+import filecmp
 import hashlib
 import os
 from collections.abc import Sequence
@@ -11,8 +11,7 @@ from fp8jax import console as console_lib
 from fp8jax import hub
 from fp8jax.config import identity, registry
 from fp8jax.data.chat import conversation
-from fp8jax.data.tokenize import Tokenizer
-from fp8jax.errors import UserError
+from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.evaluation import benchmarks, catalog, code_sandbox, report, store
 from fp8jax.evaluation import run as run_lib
 from fp8jax.evaluation.settings import Tasks
@@ -37,6 +36,7 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
   """
   console = console_lib.console()
   tasks = catalog.load(spec.of(Tasks))
+  catalog.check_packages(tasks)
   generator, where = generator_lib.load(spec, workdir, has_digest=True)
   if note := _other_tokenizer(spec):
     console.print(note)
@@ -69,11 +69,11 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
 def _other_tokenizer(spec: train_spec.TrainSpec) -> str:
   """A note where the folder of the weights has another tokenizer than prompts are written with."""
   folder, ours = spec.weights.hf, spec.data.tokenizer
-  if not folder or not os.path.exists(os.path.join(hub.local(folder), "tokenizer.json")):
+  theirs = os.path.join(hub.local(folder), "tokenizer.json") if folder else ""
+  if not theirs or not os.path.exists(theirs):
     return ""
-  with contextlib.suppress(UserError):  # one without an end of documents is another, too
-    if Tokenizer(folder).fingerprint == ours.fingerprint:
-      return ""
+  if ours.path != BYTES and filecmp.cmp(theirs, ours.file, shallow=False):
+    return ""
   return (
     f"note: prompts are in tokens of data.tokenizer={ours.path!r}, and {folder} has another "
     f"tokenizer; --config.data.tokenizer={folder} takes it"

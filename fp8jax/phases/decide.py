@@ -233,10 +233,16 @@ class _Draft:
   def __init__(self, before: PolicyState, step: int, own: Mapping[str, str], firing, held):
     self.before, self.step, self.firing = before, step, firing
     self.events: list[Event] = []
-    self.given = dict(before.overrides if held is None else held)
+    self.own, self.held = own, dict(before.overrides if held is None else held)
+    self.given = dict(self.held)
     self.recipe_of = ChainMap(self.given, dict(own))  # as decided so far
     self.fresh: list[str] = []
-    self.looks, self.away, self.counts = dict(before.looks), dict(before.away), dict(before.counts)
+    self.looks, self.counts = dict(before.looks), dict(before.counts)
+    ended = before.overrides.keys() - self.held.keys()
+    self.away = {
+      key: {site: of for site, of in sites.items() if site not in ended}
+      for key, sites in before.away.items()
+    }
     self.trends, self.rate_scale = dict(before.trends), before.rate_scale
     # Of policies with a metric: those whose evaluation was worse, those that act, and the reasons.
     self.failing: set[Policy] = set()
@@ -268,7 +274,7 @@ class _Draft:
 
   def finish(self) -> PolicyState:
     recipes = self.before.recipes
-    if self.given != self.before.overrides:
+    if self.given != self.held:
       recipes = (*recipes, (self.step, self.given))
     refresh = tuple(sorted({*self.before.refresh, *self.fresh}))
     return dataclasses.replace(
@@ -363,8 +369,16 @@ class _Draft:
       if before == recipe != self.recipe_of[site]:
         self.away[key] = {**away, site: (had, quiet)}
         return f" after {key}"
-    self._give(site, had)
+    self._give(site, had if self._may_have(site, had) else "")
     return ""
+
+  def _may_have(self, site: str, recipe: str) -> bool:
+    """Whether no phase of the configuration has ended an earlier override, see Precision.held."""
+    own = self.own.get(site, "")
+    if not recipe or not own:
+      return True
+    is_wide = not rules.recipe_by_name(own).is_quantized
+    return not is_wide and (not rules.has_margin(recipe) or rules.differ_in_margin(recipe, own))
 
   def why(self, policy: Policy) -> str:
     """The reason of an action; of a roll-back without its subject."""

@@ -47,8 +47,8 @@ class Precision:
   def held(self, changes: Changes, step: int) -> dict[str, str]:
     """{layer's site: recipe} of those that policies gave and that hold after `step` steps.
 
-    A later phase of the configuration ends some: one that makes the site wide, and of a wider
-    margin also one whose recipe is another, which the margin is not of.
+    A later phase of the configuration ends some for good: one that makes the site wide, and of a
+    wider margin also one whose recipe is another, which the margin is not of.
 
     Args:
       changes: (first step, {layer's site: recipe name}), each in place of the one before.
@@ -59,7 +59,12 @@ class Precision:
         before = {site: (recipe, since) for site, (recipe, since) in given.items()
                   if recipes.get(site) == recipe}  # fmt: skip
         given = {site: (recipe, start) for site, recipe in recipes.items()} | before
-    return {s: r for s, (r, start) in given.items() if self._holds(s, r, start, step)}
+    later = [phase.start for phase in self.phases if phase.start <= step]
+    return {
+      s: r
+      for s, (r, start) in given.items()
+      if all(self._holds(s, r, start, at) for at in later if at > start)
+    }
 
   def _holds(self, site: str, recipe: str, start: int, step: int) -> bool:
     then, now = (self._own(site, at) for at in (start, step))

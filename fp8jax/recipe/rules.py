@@ -116,6 +116,11 @@ def differ_in_margin(name: str, other: str) -> bool:
   return _without_margin(name) == _without_margin(other)
 
 
+def has_margin(name: str) -> bool:
+  """Whether a name states a margin."""
+  return "margin" in calls.parse(name, words=True)[1]
+
+
 def _without_margin(name: str) -> tuple[str, dict[str, Any]]:
   base, stated = calls.parse(name, words=True)
   return base, {key: value for key, value in stated.items() if key != "margin"}

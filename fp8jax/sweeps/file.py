@@ -70,22 +70,23 @@ def check(
     problems.found.append(f"{where}: {again} occurs twice; drop one")
   distributions = sweep.search.distributions if sweep.search else {}
   drawn = {key: one.draw(random.Random(0)) for key, one in distributions.items()}
+  is_there = os.path.isfile(sweep.config)  # else each trial says so
+  job = problems.attempt(lambda: named.job(sweep.config)) if is_there else "train"
+  problems.check(
+    job is None or job in needs,
+    f"{sweep.config}: a trial of JOB={job!r} leaves no run to read; expected {' or '.join(needs)}",
+  )
+  problems.refuse()
   for arm, point in itertools.product(sweep.arms, sweep.points()):
     trial = sweep.trial("", arm, {**point, **drawn}, sweep.seeds[0])
-    problems.attempt(lambda trial=trial: _check_trial(trial, here, device, needs))
+    problems.attempt(lambda trial=trial: _check_trial(trial, here, device, needs[job]))
   problems.found = list(dict.fromkeys(problems.found))
   problems.refuse()
 
 
-def _check_trial(
-  trial: spec.Trial, here: int | None, device: choose.Device | None, needs: Mapping[str, Needs]
-):
+def _check_trial(trial: spec.Trial, here: int | None, device: choose.Device | None, needs: Needs):
   """Refuses a configuration that launch.py would refuse; elsewhere, whatever its devices."""
   c = named.load(trial.config, trial.changes)
-  job = trial.job
-  if job not in needs:
-    raise ConfigError([f"{trial.config}: a trial of JOB={job!r} leaves no run to read; expected "
-                       f"{' or '.join(needs)}"])  # fmt: skip
   try:
     config_files.check_keys(c, registry.base())
     if here is None:
@@ -93,7 +94,7 @@ def _check_trial(
       precision.read(c)
       return
     hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
-    resolve.resolve(c, here, device or choose.current_device(), needs=needs[job])
+    resolve.resolve(c, here, device or choose.current_device(), needs=needs)
   except (ValueError, OSError) as e:
     said = e.problems if isinstance(e, ConfigError) else [str(e)]
     raise ConfigError([f"{trial.config}: {problem}" for problem in said]) from e

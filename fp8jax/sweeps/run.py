@@ -110,7 +110,7 @@ def _starter(sweep, root: str, folder: str, parallel: int, submit: str, gpus: Se
     executor = slurm.Executor(sweep, submit, folder, root)
     return [None] * (parallel or len(sweep)), lambda trial, place: executor.start(trial)
   return process.slots(parallel, gpus), lambda trial, place: process.Child(
-    process.command(trial, root, place), trial, sweep.stop_above
+    process.command(trial, root, place), trial, trial.bound(sweep.stop_above)
   )
 
 

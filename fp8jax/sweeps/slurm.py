@@ -100,7 +100,7 @@ class Executor:
       ) from e
 
   def start(self, trial: Trial) -> Submitted:
-    job = Job(trial, self._root, self._sweep.stop_above)
+    job = Job(trial, self._root, trial.bound(self._sweep.stop_above))
     try:
       return Submitted(self._executor.submit(job), trial)
     except (OSError, RuntimeError) as e:  # sbatch refuses

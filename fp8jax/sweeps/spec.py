@@ -16,8 +16,8 @@ from fp8jax.errors import UserError
 
 Point = dict[str, Any]
 
-# Bytes of a workdir's name; file systems take 255.
-_LONGEST = 240
+# Bytes of a workdir's name that file systems take.
+_LONGEST = 255
 
 
 class Distribution(Protocol):
@@ -214,6 +214,10 @@ class Trial:
     """That of its file."""
     return named.job(self.config.partition(":")[0])
 
+  def bound(self, stop_above: float) -> float:
+    """Nats above its first loss at which it has diverged: the loss of RL is none of text."""
+    return stop_above if self.job == "train" else math.inf
+
   def arguments(self) -> list[str]:
     """Those of launch.py."""
     changes = [f"--config.{key}={value}" for key, value in self.changes.items()]
@@ -307,8 +311,10 @@ def _short(key: str, keys: list[str]) -> str:
 
 def _short_name(name: str) -> str:
   """A name that file systems take; a digest stands for the end of a longer one."""
-  start = name.encode()[:_LONGEST].decode(errors="ignore")
-  return name if start == name else f"{start}_{_digest(name)}"
+  if len(name.encode()) <= _LONGEST:
+    return name
+  digest = f"_{_digest(name)}"
+  return name.encode()[: _LONGEST - len(digest)].decode(errors="ignore") + digest
 
 
 def _digest(text: str) -> str:

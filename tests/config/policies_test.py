@@ -175,8 +175,6 @@ def test_a_phase_of_the_configuration_ends_what_policies_gave_where_it_is_wide()
   assert precision.held(changes, 6) == {}
   # Given within a phase, it holds in it, whatever the phase has.
   assert precision.held(changes, 7) == {"a": "mxfp8"}
-  assert precision.held(changes, 9) == {"a": "mxfp8", "b": "rowwise", "d": "rowwise"} | {
-    "a": "mxfp8"
-  }
+  assert precision.held(changes, 9) == {"a": "mxfp8"}  # the others have ended for good
   chosen = precision.with_changes("abcd", changes)
   assert rules.match("abcd", chosen.phases[chosen.at(6)].rules) == dict.fromkeys("abcd", "bf16")

@@ -329,6 +329,16 @@ def test_spaces_are_trained_where_a_tokenizer_leaves_them_out_of_offsets(tmp_pat
   )
   trained = sample.tokens[sample.trained].tolist()
   assert tokenizer.decode(trained) == answer
+  # A token whose space lies before the answer is of the answer, as such a file has offsets.
+  made.train_from_iterator(["a yes"] * 9, tokenizers.trainers.BpeTrainer(
+    vocab_size=300, special_tokens=["<|im_end|>"], show_progress=False,
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+  ))  # fmt: skip
+  made.save(str(tmp_path / "tokenizer.json"))
+  tokenizer = tokenize.Tokenizer(str(tmp_path), "<|im_end|>")
+  spaced = ChatTemplate(text.replace("{% gen", " {% gen"))
+  (sample,) = encode.Encoder(tokenizer, spaced).samples({"messages": [user("q"), assistant("yes")]})
+  assert tokenizer.decode(sample.tokens[sample.trained].tolist()) == " yes"
 
 
 def test_turns_of_weight_0_and_what_follows_the_last_turn_are_not_trained():

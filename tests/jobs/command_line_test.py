@@ -73,13 +73,18 @@ COMMAND_LINES = [
   (["--sweep=experiments/sweeps/recipes_by_rate.py", "--config.steps=7"],
    "error: --config.steps=7 beside --sweep: state it in the sweep's file, fixed={'steps': 7}"),
   (["--sweep=experiments/sweeps/recipes_by_rate.py", "--noconfig.log.tensorboard"],
-   "state it in the sweep's file, fixed={'log.tensorboard': False}"),
+   "state it in the sweep's file, fixed={'log.tensorboard': ...}"),
+  (["--sweep=experiments/sweeps/recipes_by_rate.py", "--config.data.tokenizer=/x"],
+   "state it in the sweep's file, fixed={'data.tokenizer': ...}"),
+  (["--job=doctor", "--workdir=x"], "error: --workdir is not read by --job=doctor; leave it out"),
+  (["--sweep=experiments/sweeps/recipes_by_rate.py", "--distributed"],
+   "error: --distributed is not read by --sweep; leave it out"),
   (["--sweep=experiments/sweeps/recipes_by_rate.py", "--out=x"],
-   "error: --out=x is not read by --sweep; leave it out"),
-  (["--job=report", "--out=x"], "error: --out=x is not read by --job=report; leave it out"),
+   "error: --out is not read by --sweep; leave it out"),
+  (["--job=report", "--out=x"], "error: --out is not read by --job=report; leave it out"),
   (["--job=doctor", "--topology=h200:8"],
-   "error: --topology=h200:8 is not read by --job=doctor; leave it out"),
-  ([DEBUG, "--baseline=bf16"], "error: --baseline=bf16 is not read by --job=train; leave it out"),
+   "error: --topology is not read by --job=doctor; leave it out"),
+  ([DEBUG, "--baseline=bf16"], "error: --baseline is not read by --job=train; leave it out"),
   *(([DEBUG, option], f"error: --{option.strip('-').split('=')[0]} without --sweep=FILE")
     for option in ("--vmap", "--print", "--parallel=2", "--submit=slurm")),
 ]  # fmt: skip
@@ -123,9 +128,9 @@ def test_command_line_overrides_reach_the_config(parse):
 
 @loads_config_file
 def test_an_optional_key_takes_none_and_another_does_not(parse):
-  names = ("model.num_layers", "model.rope_theta", "model.reward_head", "steps")
+  names = ("model.num_layers", "model.rope_theta", "model.reward_head", "model.mixers", "steps")
   c = parse(DEBUG, *(f"--config.{name}=None" for name in names))
-  assert (c.model.num_layers, c.model.rope_theta, c.model.reward_head) == (None,) * 3
+  assert [c.model[name.partition(".")[2]] for name in names[:4]] == [None] * 4
   with pytest.raises(UserError, match="^1 problem.*\n  - steps=None: expected a whole number$"):
     config_files.check_keys(c, base.get_config())
 

@@ -228,3 +228,26 @@ def test_the_rate_is_lowered_as_optax_lowers_it(cooldown):
   np.testing.assert_allclose([state.rate_scale for state, *_ in found], scales, rtol=1e-6)
   changes = [i for i, (_, places, _) in enumerate(found) if places]
   assert changes == [i for i in range(1, len(scales)) if scales[i] != scales[i - 1]]
+
+
+@pytest.mark.parametrize("own, back", [
+  ("tensor_delayed(steps=16)", "tensor_delayed(steps=16, margin=1)"),
+  ("block_128", ""),  # the margin was of another recipe
+  ("bf16", ""),  # the schedule has made the site wide
+])  # fmt: skip
+def test_a_switch_back_gives_no_margin_that_a_phase_has_ended(own, back):
+  (policy,) = policies = policy_config.read(("switch_recipe(k=1, looks=1, back_after=1)",))
+  site, key = SITES[1], policy_config.policy_lib.name_of(policy)
+  before = decide.PolicyState(
+    recipes=((2, {site: "tensor_delayed(steps=16, margin=1)"}), (4, {site: "bf16"})),
+    away={key: {site: ("tensor_delayed(steps=16, margin=1)", 0)}}, counts={key: {site: 1}},
+  )  # fmt: skip
+  now = dict.fromkeys(SITES, own)
+  after, _ = decide.after_statistics(policies, before, 10, set(), now, {site: "bf16"})
+  assert after.overrides == ({site: back} if back else {}) and not after.away[key]
+  # An override that a phase has ended is none to go back from, and may be given again.
+  ended, events = decide.after_statistics(policies, before, 10, set(), now, {})
+  assert ended.recipes == before.recipes and not ended.away[key] and not events
+  again, events = decide.after_statistics(policies, ended, 12, {UP}, now, {})
+  assert len(events) == (own != "bf16")
+  assert again.recipes[2:] == (((12, {site: "bf16"}),) if own != "bf16" else ())

@@ -67,7 +67,7 @@ def folder(tmp_path, monkeypatch):
 
 def _sweep(folder, monkeypatch, sweep, **options):
   """(exit code, trials of sweep.json, names of the trials started)."""
-  monkeypatch.setattr(file, "load", lambda *_: sweep)
+  monkeypatch.setattr(file, "load", lambda *_, **needs: sweep)
   given = {"parallel": 1, "submit": "", "is_printed": False, "is_mapped": False, **options}
   code = run.run("s.py", str(folder), str(folder / "out"), **given)
   started = folder / "out" / "started.txt"
