@@ -79,7 +79,7 @@ def check(
   problems.refuse()
   for arm, point in itertools.product(sweep.arms, sweep.points()):
     trial = sweep.trial("", arm, {**point, **drawn}, sweep.seeds[0])
-    problems.attempt(lambda trial=trial: _check_trial(trial, here, device, needs[job]))
+    problems.attempt(lambda trial=trial: _check_trial(trial, here, device, needs[str(job)]))
   problems.found = list(dict.fromkeys(problems.found))
   problems.refuse()
 
