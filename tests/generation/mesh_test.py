@@ -189,7 +189,7 @@ def test_what_a_mesh_cannot_generate_is_refused(monkeypatch):
   assert processes.startswith("2 processes: prompts are read") and "start one process" in processes
   monkeypatch.undo()
   folder = str(GOLDEN / "llama")
-  with pytest.raises(UserError, match="data=3 x fsdp=1 x tensor=1 does not cover the 8"):
+  with pytest.raises(UserError, match="data=3, tensor=1 are 3 devices, and there are 8: give"):
     api.load(folder, data=3)
   with pytest.raises(UserError, match="num_kv_heads = 2 does not divide over 8 devices"):
     api.load(folder, tensor=8)

@@ -1,5 +1,6 @@
 """--job=rl: what a step learns from, resuming within a rollout, and what is refused."""
 
+import functools
 import json
 import re
 import types
@@ -12,9 +13,9 @@ import tokenizers
 from fp8jax.config import named
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import calibrate, diagnose, rl, train
-from fp8jax.ops import scaling
+from fp8jax.ops import scaling, site_tree
 from fp8jax.ops.policy_gradient import OBJECTIVES
-from fp8jax.run import nonfinite, preemption
+from fp8jax.run import calibration, nonfinite, preemption
 
 REWARD = "def third(item, output):\n  return len(output.encode()) % 3 + int(item.answer)\n"
 RL = {
@@ -273,17 +274,16 @@ def test_a_phase_that_begins_draws_by_scales_of_its_own_or_of_the_tensors(monkey
     "precision.rules": rules[0], "precision.schedule": ((2, rules[1]),), "steps": 4,
   })  # fmt: skip
   monkeypatch.setattr(scaling, "unknown", lambda *_: [])
-  policies = types.SimpleNamespace(configured=spec)
+  names = site_tree.recipes_of(spec.sites())
+  amaxes = calibration.Table({(name, t): 1.0 for name in names for t in "xwg"})
   for step, phase, table, is_delayed in (
     (0, -1, None, False), (1, 0, None, True), (2, 0, None, False), (2, 0, "table", True),
     (2, 1, None, True),
   ):  # fmt: skip
     entered = scaling.states(spec.sites(phase=max(phase, 0)))
     before = types.SimpleNamespace(scaling_states=entered)
-    kept = {spec.phase(step): scaling.states(spec.sites(phase=spec.phase(step)))}
-    own = types.SimpleNamespace(
-      spec=spec, phase=phase, policies=policies, calibration=kept if table else None
-    )
+    own = types.SimpleNamespace(spec=spec, phase=phase, calibration=amaxes if table else None)
+    own.of_table = functools.partial(rl.RLState.of_table, own)
     sites = rl.RLState._sites(own, before, step)
     assert bool(scaling.states(sites)) == is_delayed, (step, table)
 
