@@ -430,3 +430,14 @@ def test_questions_of_conversations_as_json_text_count_too(tmp_path):
   path = tmp_path / "train.jsonl"
   path.write_text(json.dumps({"messages": json.dumps(turns)}) + "\n")
   assert tasks.read_trained(str(path)) == {tasks.normalized("What is 1+1?")}
+
+
+def test_a_verifiers_package_is_asked_for_before_anything_is_generated(tmp_path, monkeypatch):
+  path = tmp_path / "q.jsonl"
+  path.write_text('{"question": "1+1", "answer": "2"}\n')
+  made = catalog.load(Tasks(tasks=str(path)))  # RL may have a reward of its own
+  monkeypatch.setattr(catalog.importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(ConfigError, match="math_verify"):
+    catalog.check_packages(made)
+  path.write_text('{"question": "1+1", "answer": "2", "verifier": "exact"}\n')
+  catalog.check_packages(catalog.load(Tasks(tasks=str(path))))

@@ -3,10 +3,13 @@
 import json
 import os
 import pathlib
+import types
 
 import pytest
 
+from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import UserError
+from fp8jax.export import build
 from fp8jax.export import folder as export_folder
 
 OLD = {"config.json": "old", "model.safetensors": "old weights", "README.md": "old card"}
@@ -132,3 +135,23 @@ def test_a_disk_that_is_full_at_once_leaves_nothing_that_blocks_the_next_export(
   export_folder.check(str(part))
   export_folder.discard(str(part))
   assert not part.exists()
+
+
+def test_a_run_without_a_folder_exports_the_tokenizer_that_it_learned_with(tmp_path):
+  for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "mine.json"):
+    (tmp_path / name).write_text("{}")
+  (tmp_path / "mine.jinja").write_text("x")
+
+  def files(path, chat=None, chat_template=""):
+    tokenizer = Tokenizer(str(path))
+    return build._own_tokenizer(
+      types.SimpleNamespace(tokenizer=tokenizer, chat=chat, chat_template=chat_template)
+    )
+
+  own = {name: str(tmp_path / name) for name in ("tokenizer.json", "tokenizer_config.json")}
+  assert files(tmp_path) == files(tmp_path / "tokenizer.json") == own
+  # Neighbours of a file of another name are of another tokenizer.
+  assert files(tmp_path / "mine.json") == {"tokenizer.json": str(tmp_path / "mine.json")}
+  template = str(tmp_path / "mine.jinja")
+  assert files(tmp_path, object(), template) == own | {"chat_template.jinja": template}
+  assert files("bytes") == {}
