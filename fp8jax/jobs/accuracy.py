@@ -132,8 +132,8 @@ class RunEvaluation:
     if str(step) in done or not (now.spec.eval.tokens or self._tasks):
       return True
     phase, scaling_states = now.spec.phase(max(step - 1, 0)), state.scaling_states
-    if now.calibration and not step:
-      scaling_states = now.calibration.states(now.spec.sites(phase=phase))
+    if not step and (known := now.of_table(step, phase)) is not None:
+      scaling_states = known
     self._evaluator.spec, stop = now.spec, lambda: now.requested(step)
     with reports.clock.on("evaluation"):
       results, is_text = {}, bool(now.spec.eval.tokens)

@@ -18,6 +18,7 @@ from fp8jax.optim import storage
 from fp8jax.phases import decide
 from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms as run_alarms
+from fp8jax.run import calibration as calibration_lib
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run import fp8_share
 from fp8jax.step import gradients, layer_loop, quantized_once, train_spec, train_step
@@ -29,7 +30,7 @@ class RunState:
 
   Attributes:
     policies: of the policies; its spec has the phases that they began.
-    calibration: precision.calibration's table, as calibration.Table, or None.
+    calibration: amaxes of precision.calibration's table, see calibration.read; or None.
     batches: of its data, as batch_sharding.TrainBatches.
     disturb: a fault for drills, see train.run.
     undo: the roll-back that policies ask for, until it is made.
@@ -126,7 +127,8 @@ class RunState:
     One that lacks a row for a recipe that a policy chose gives none, and says so.
     """
     try:
-      return self.calibration and self.calibration.states(self.spec.sites(phase=phase))
+      sites = self.spec.sites(phase=phase)
+      return self.calibration and calibration_lib.scaling_states_of(self.calibration, sites)
     except UserError as e:
       self._out.print(f"step {step}: scales begin from the next batch: {e}")
       return None

@@ -369,16 +369,9 @@ class _Draft:
       if before == recipe != self.recipe_of[site]:
         self.away[key] = {**away, site: (had, quiet)}
         return f" after {key}"
-    self._give(site, had if self._may_have(site, had) else "")
+    # An earlier override may have ended meanwhile, see Precision.held.
+    self._give(site, had if had and rules.outlasts(had, self.own[site]) else "")
     return ""
-
-  def _may_have(self, site: str, recipe: str) -> bool:
-    """Whether no phase of the configuration has ended an earlier override, see Precision.held."""
-    own = self.own.get(site, "")
-    if not recipe or not own:
-      return True
-    is_wide = not rules.recipe_by_name(own).is_quantized
-    return not is_wide and (not rules.has_margin(recipe) or rules.differ_in_margin(recipe, own))
 
   def why(self, policy: Policy) -> str:
     """The reason of an action; of a roll-back without its subject."""

@@ -47,8 +47,8 @@ class Precision:
   def held(self, changes: Changes, step: int) -> dict[str, str]:
     """{layer's site: recipe} of those that policies gave and that hold after `step` steps.
 
-    A later phase of the configuration ends some for good: one that makes the site wide, and of a
-    wider margin also one whose recipe is another, which the margin is not of.
+    A later phase of the configuration with another recipe for the site ends some for good, see
+    rules.outlasts.
 
     Args:
       changes: (first step, {layer's site: recipe name}), each in place of the one before.
@@ -68,10 +68,7 @@ class Precision:
 
   def _holds(self, site: str, recipe: str, start: int, step: int) -> bool:
     then, now = (self._own(site, at) for at in (start, step))
-    if now == then:
-      return True
-    is_wide = not rules_lib.recipe_by_name(now).is_quantized
-    return not is_wide and not rules_lib.differ_in_margin(recipe, then)
+    return now == then or rules_lib.outlasts(recipe, now)
 
   def _own(self, site: str, step: int) -> str:
     rules = self.phases[self.at(step)].rules

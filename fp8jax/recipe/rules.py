@@ -111,19 +111,17 @@ def with_wider_margin(name: str, by: int, most: int) -> str | None:
   return calls.write(base, {**stated, "margin": min(max(margins) + by, most)}, words=True)
 
 
-def differ_in_margin(name: str, other: str) -> bool:
-  """Whether two names are of one recipe but for the margin."""
-  return _without_margin(name) == _without_margin(other)
+def outlasts(given: str, own: str) -> bool:
+  """Whether a recipe that a policy gave holds on where the schedule's is `own` from now on.
 
-
-def has_margin(name: str) -> bool:
-  """Whether a name states a margin."""
-  return "margin" in calls.parse(name, words=True)[1]
-
-
-def _without_margin(name: str) -> tuple[str, dict[str, Any]]:
-  base, stated = calls.parse(name, words=True)
-  return base, {key: value for key, value in stated.items() if key != "margin"}
+  It does not where that is wide; and one with a margin, which is of a recipe, not beside another.
+  """
+  if not recipe_by_name(own).is_quantized:
+    return False
+  (base, stated), (own_base, own_stated) = (calls.parse(n, words=True) for n in (given, own))
+  if "margin" not in stated:
+    return True
+  return (base, stated | {"margin": 0}) == (own_base, own_stated | {"margin": 0})
 
 
 def _options(name: str, option: str) -> tuple[dict[str, Any], tuple[Accumulate, ...]]:

@@ -4,7 +4,6 @@ The table is a JSON of rows, one per layer's site and tensor, each with where it
 and delayed recipes start from the `amax` of their rows; what else a row holds is for the reader.
 """
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -157,46 +156,31 @@ def read(path: str, names: Container[str] | None = None) -> dict[tuple[str, str]
   return amaxes
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-  """The amaxes that scales start from.
-
-  Attributes:
-    amaxes: {(layer's site, tensor): amax}.
-  """
-
-  amaxes: Mapping[tuple[str, str], float]
-
-  def states(self, sites) -> dict[str, amax_history.ScalingState]:
-    """Those of `sites`, which policies may have split otherwise than the configuration does.
-
-    Raises:
-      UserError: see `scaling_states_of`.
-    """
-    return scaling_states_of(self.amaxes, sites)
-
-
-def load(spec: TrainSpec, path: str) -> Table:
-  """The table in a file, which has all rows that the phases of the precision schedule need.
+def load(spec: TrainSpec, path: str) -> dict[tuple[str, str], float]:
+  """`read` of a table that has all rows that the phases of the precision schedule need.
 
   Raises:
     UserError: see `read` and `scaling_states_of`; a table that no site of any phase starts from.
   """
-  table = Table(read(path, site_tree.recipes_of(spec.sites())))
+  amaxes = read(path, site_tree.recipes_of(spec.sites()))
   phases = range(len(spec.precision.phases))
-  states = [table.states(spec.sites(phase=phase)) for phase in phases]
+  states = [scaling_states_of(amaxes, spec.sites(phase=phase)) for phase in phases]
   if not any(states):
     raise UserError(
       f"precision.calibration={path!r}: every scale is current, so that nothing starts from it; "
       'take a recipe with delayed or static scales, or set precision.calibration=""'
     )
-  return table
+  return amaxes
 
 
 def scaling_states_of(
   amaxes: Mapping[tuple[str, str], float], sites
 ) -> dict[str, amax_history.ScalingState]:
-  """The scaling states that sites with delayed or static scales start from.
+  """The scaling states that sites with delayed or static scales start from, however policies have
+  split them.
+
+  Args:
+    amaxes: of `read`.
 
   Raises:
     UserError: a tensor of a site that the table does not know and a scale is to come from.

@@ -130,7 +130,9 @@ def load_weights(
   if folder:
     params, dtype = hf_weights.load_params(folder, spec.model, spec.run.layout, kept)
     params = peft.added(params, spec.init.adapters, spec.model, spec.run.layout)
-    states = calibration.load(spec, table).states(spec.sites()) if table and has_scales else {}
+    states = {}
+    if table and has_scales:
+      states = calibration.scaling_states_of(calibration.load(spec, table), spec.sites())
     return Loaded(spec, params, 0, states, {"hf": folder}, {}, dtype)
   params, step, meta = restore_params(spec, workdir)
   digests = (x.get("precision.calibration") for x in (identity.identity(spec), meta["config"]))

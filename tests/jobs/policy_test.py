@@ -435,7 +435,9 @@ def test_a_roll_back_takes_no_scales_of_other_recipes_or_another_table(tmp_path)
     tmp_path / "b", _jump(seen := []), steps=8, **_UNDONE, **static, **tables["second"], **accepted
   )
   assert any("back to the checkpoint of step 4" in text for _, _, text in actions(tmp_path / "b"))
-  wanted = calibration.load(spec, str(tmp_path / "second")).states(spec.sites())
+  wanted = calibration.scaling_states_of(
+    calibration.load(spec, str(tmp_path / "second")), spec.sites()
+  )
   assert len(seen) > 4
   for _, states in seen:
     harness.assert_trees_equal(states, wanted)
@@ -449,12 +451,12 @@ def test_a_table_gives_scales_to_sites_as_policies_have_split_them():
   at_work = policy_runner.PolicyRunner(spec, lambda *_: None)
   at_work.set(decide.PolicyState(recipes=((2, {"layers/1/mlp/up": "e4m3_static(margin=1)"}),)))
   sites = at_work.spec.sites(phase=at_work.spec.phase(3))
-  states = calibration.Table(amaxes).states(sites)
+  states = calibration.scaling_states_of(amaxes, sites)
   layers = {}
   for name, site in site_lib.flatten(sites).items():
     rows = np.asarray(states[name].amax_3).reshape(-1, 3) if name in states else ()
     layers |= dict(zip(site.layer_names, rows))
-  assert len(states) > len(calibration.Table(amaxes).states(spec.sites()))
+  assert len(states) > len(calibration.scaling_states_of(amaxes, spec.sites()))
   for name, row in layers.items():
     np.testing.assert_array_equal(row, np.float32([amaxes[name, t] for t in "xwg"]), name)
 
@@ -527,7 +529,7 @@ def test_tables_of_a_refresh_bring_the_scales_before_back(tmp_path, monkeypatch)
   loaded = {}
   for name, wanted in (("before", before), ("after", seen[3])):
     path = str(whole / f"refresh/step_3_{name}.json")
-    loaded[name] = calibration.load(spec, path).states(spec.sites())
+    loaded[name] = calibration.scaling_states_of(calibration.load(spec, path), spec.sites())
     for site, state in loaded[name].items():
       np.testing.assert_array_equal(state.amax_3, wanted[site].amax_3, err_msg=site)
   one = {(r["site"], r["tensor"]): r for r in json.loads(tables["step_3_before.json"])["rows"]}

@@ -15,7 +15,7 @@ from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import calibrate, diagnose, rl, train
 from fp8jax.ops import scaling, site_tree
 from fp8jax.ops.policy_gradient import OBJECTIVES
-from fp8jax.run import calibration, nonfinite, preemption
+from fp8jax.run import nonfinite, preemption
 
 REWARD = "def third(item, output):\n  return len(output.encode()) % 3 + int(item.answer)\n"
 RL = {
@@ -275,7 +275,7 @@ def test_a_phase_that_begins_draws_by_scales_of_its_own_or_of_the_tensors(monkey
   })  # fmt: skip
   monkeypatch.setattr(scaling, "unknown", lambda *_: [])
   names = site_tree.recipes_of(spec.sites())
-  amaxes = calibration.Table({(name, t): 1.0 for name in names for t in "xwg"})
+  amaxes = {(name, t): 1.0 for name in names for t in "xwg"}
   for step, phase, table, is_delayed in (
     (0, -1, None, False), (1, 0, None, True), (2, 0, None, False), (2, 0, "table", True),
     (2, 1, None, True),

@@ -100,8 +100,8 @@ def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_fr
   ]  # fmt: skip
   path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows}))
   late = harness.text_spec("bf16", **STATIC_LATE_LAYERS)
-  table = calibration.load(late, str(path))
-  first, second = (table.states(late.sites(phase=phase)) for phase in range(2))
+  amaxes = calibration.load(late, str(path))
+  first, second = (calibration.scaling_states_of(amaxes, late.sites(phase=p)) for p in range(2))
   assert not first
   np.testing.assert_array_equal(second["layers/mlp/up"].amax_3, [[2] * 3, [3] * 3, [4] * 3])
   train.run(
