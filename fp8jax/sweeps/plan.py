@@ -39,6 +39,8 @@ class Suggested:
     import optuna  # pyright: ignore  (extra `sweep`)
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # Also when it reads its journal; `_expand` makes tuples again.
+    warnings.filterwarnings("ignore", "Choices for a categorical distribution")
     self._states = optuna.trial.TrialState
     self._sweep, self._search, self._folder = sweep, search, folder
     import optuna.storages.journal as journal  # pyright: ignore
@@ -135,9 +137,7 @@ def _distribution(one: spec.Distribution):
   from optuna import distributions  # pyright: ignore  (extra `sweep`)
 
   if isinstance(one, spec.Choice):
-    with warnings.catch_warnings():  # tuples are read again as they were, see Suggested._expand
-      warnings.filterwarnings("ignore", "Choices for a categorical distribution")
-      return distributions.CategoricalDistribution(one.values)
+    return distributions.CategoricalDistribution(one.values)
   if isinstance(one, spec.Integer):
     return distributions.IntDistribution(one.low, one.high)
   if isinstance(one, (spec.Uniform, spec.LogUniform)):

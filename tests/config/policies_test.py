@@ -157,8 +157,8 @@ def test_a_phase_of_the_configuration_ends_what_policies_gave_where_it_is_wide()
   """The last steps in BF16 are in BF16; a margin is of its recipe, and ends with it."""
   delayed, wider = "tensor_delayed(steps=4)", "tensor_delayed(steps=4, margin=1)"
   phases = (
-    schedule.Phase(0, (("a", delayed), (".*", "tensor_delayed"))),
-    schedule.Phase(4, (("c", delayed), (".*", "block_128"))),
+    schedule.Phase(0, (("a", delayed), ("e", "bf16"), (".*", "tensor_delayed"))),
+    schedule.Phase(4, (("c", delayed), ("e", "bf16"), (".*", "block_128"))),
     schedule.Phase(6, ((".*", "bf16"),)),
     schedule.Phase(9, ((".*", delayed),)),
   )
@@ -175,6 +175,7 @@ def test_a_phase_of_the_configuration_ends_what_policies_gave_where_it_is_wide()
   assert precision.held(changes, 6) == {}
   # Given within a phase, it holds in it, whatever the phase has.
   assert precision.held(changes, 7) == {"a": "mxfp8"}
+  assert precision.held([(2, {"e": "mxfp8"})], 4) == {"e": "mxfp8"}  # which that phase leaves alone
   assert precision.held(changes, 9) == {"a": "mxfp8"}  # the others have ended for good
   chosen = precision.with_changes("abcd", changes)
   assert rules.match("abcd", chosen.phases[chosen.at(6)].rules) == dict.fromkeys("abcd", "bf16")

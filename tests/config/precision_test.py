@@ -68,6 +68,7 @@ MISTAKES = {
     {"precision.attention": "fa3", "sensitivity.tokens": 128},
     "precision.attention='fa3': --job=sensitivity compares",
   ),
+  "alarm of a list": ({"log.alarms": ((["amax"], ">", 1.0),)}, "is no rule such as"),
   "alarm": ({"log.alarms": (("underflo", ">", 1.0),)}, "statistics are saturation"),
   "loss scale": ({"precision.compute_dtype": "float16"}, "set loss_scale.kind='dynamic'"),
 }

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import types
 
 import chats
 import numpy as np
@@ -11,7 +12,7 @@ import tokenizers
 from chats import GOLDEN, GOLDEN_TEMPLATES, assistant, user
 
 from fp8jax.data import config as data_config
-from fp8jax.data import tokenize
+from fp8jax.data import loader, tokenize
 from fp8jax.data.chat import conversation, encode, samples
 from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.errors import UserError
@@ -339,6 +340,17 @@ def test_spaces_are_trained_where_a_tokenizer_leaves_them_out_of_offsets(tmp_pat
   spaced = ChatTemplate(text.replace("{% gen", " {% gen"))
   (sample,) = encode.Encoder(tokenizer, spaced).samples({"messages": [user("q"), assistant("yes")]})
   assert tokenizer.decode(sample.tokens[sample.trained].tolist()) == " yes"
+  # Earlier runs left spaces untrained: other samples, of the same tokens.
+  chat = types.SimpleNamespace(fingerprint=lambda: "chat")
+  of = dict.fromkeys(("seq_len", "heldout", "cross_document", "seed", "on_malformed", "on_long",
+                      "shuffle_windows"), 0) | {"sources": {}, "chat": chat}  # fmt: skip
+  made = {
+    loader.fingerprint(types.SimpleNamespace(
+      **of, tokenizer=types.SimpleNamespace(fingerprint="", trims_offsets=trims)
+    ))
+    for trims in (tokenizer.trims_offsets, False)
+  }  # fmt: skip
+  assert len(made) == 2
 
 
 def test_turns_of_weight_0_and_what_follows_the_last_turn_are_not_trained():

@@ -12,7 +12,7 @@ from configs import base
 from fp8jax.config import resolve
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import ConfigError
-from fp8jax.evaluation import store, tasks
+from fp8jax.evaluation import catalog, store, tasks
 from fp8jax.jobs import dispatch, evaluate_tasks, table
 from fp8jax.kernels.choose import Device
 
@@ -109,6 +109,16 @@ def test_outputs_of_damaged_weights_are_counted_and_the_job_says_so(
   assert (
     "error: 1 outputs ended at logits that are not finite and count as wrong (1 of q)" in stderr
   )
+
+
+def test_a_missing_verifier_is_told_before_anything_is_generated(
+  folder, tmp_path, monkeypatch, capsys
+):
+  (tmp_path / "q.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+  monkeypatch.setattr(catalog.importlib.util, "find_spec", lambda name: None)
+  monkeypatch.setattr(evaluate_tasks.generator_lib, "load", lambda *_, **__: pytest.fail("loaded"))
+  assert _evaluate(tmp_path, _config(folder, tasks=f"{tmp_path}/q.jsonl")) == 1
+  assert "math_verify" in capsys.readouterr().err
 
 
 def test_a_tasks_protocol_asks_by_the_chat_template_whatever_the_setting(folder):

@@ -7,6 +7,7 @@ import shutil
 
 import harness
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -293,3 +294,12 @@ def test_adapters_train_beside_codes_that_stay(tmp_path, rng, recipe):
   read = peft.added(params_lib.unflatten(base), str(tmp_path / "peft"), spec.model, spec.run.layout)
   for path, value in params_lib.flatten(read).items():
     np.testing.assert_array_equal(value, after[path], path)
+
+
+@pytest.mark.parametrize("dtype", [
+  "float4_e2m1fn", "int4", "int8", "float8_e4m3fn", "bfloat16", "float32",
+])  # fmt: skip
+def test_a_digest_sees_a_changed_or_moved_number_in_every_format(dtype):
+  rows = ([1, 0, 0, 1], [1, 0, 1, 0], [1, 0, 0, 0], [-1, 0, 0, 1])
+  digests = {params_lib.digest({"w": jnp.asarray(row).astype(dtype)}) for row in rows}
+  assert len(digests) == len(rows)

@@ -363,3 +363,28 @@ def test_names_where_values_are_wanted_say_how_to_get_these():
 def test_histories_of_delayed_scales_are_bounded():
   with pytest.raises(ValueError, match="Delayed.steps=1000000000 must be from 1 to 65536"):
     rules.recipe_by_name("tensor_delayed(steps=1000000000)")
+
+
+@pytest.mark.parametrize(
+  "key, value, expected",
+  [
+    ("steps", None, "a whole number"),
+    ("steps", True, "a whole number"),
+    ("optim.peak_lr", None, "a number"),
+    ("data.tokenizer", None, "a text"),
+    ("checkpoint.accept_changes", (1,), "a tuple, each entry a text"),
+    ("log.profile", ("a", "b"), "a tuple, each entry a whole number"),
+    ("model.mixers", (1,), "a tuple, each entry a text, or None"),
+    ("sharding.weights", {"D": ("data", 3)},
+     "a group, each entry a text, or a tuple, each entry a text"),
+  ],
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused(key, value, expected):
+  c = base.get_config()
+  *above, last = key.split(".")
+  node = c[above[0]] if above else c
+  with node.ignore_type():
+    node[last] = ml_collections.ConfigDict(value) if isinstance(value, dict) else value
+  with pytest.raises(UserError) as e:
+    config_files.check_keys(c, base.get_config())
+  assert str(e.value).endswith(f"{key}={value!r}: expected {expected}")

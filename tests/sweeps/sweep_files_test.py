@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import time
 
@@ -141,6 +142,8 @@ def test_trials_are_checked_as_the_job_of_their_file(tmp_path, repository, monke
   assert "rl.loss='reward' trains a reward head: set model.reward_head" in problem
   (tmp_path / "s.py").write_text(_sweep(config=fields["config"]))
   assert len(sweep := file.load(str(tmp_path / "s.py"), needs=needs)) == 2
+  first = sweep.trials("")[0]  # the loss of RL is none of text
+  assert first.bound(1.0) == math.inf and spec.Trial("configs/debug.py", {}, "").bound(1.0) == 1.0
   with pytest.raises(ConfigError, match="JOB='rl' need runs of their own; leave --vmap out"):
     stacked.groups(sweep.trials(str(tmp_path)))
   (tmp_path / "c.py").write_text((tmp_path / "c.py").read_text().replace("'rl'", "'evaluate'"))

@@ -217,6 +217,14 @@ def test_a_row_that_a_killed_run_cut_is_left_out(folder):
     assert rows.call_args.args == (str(path), len("".join(lines[:8])))  # the new row alone
   records.write_atomic(str(path), "".join(lines[:3]))  # a resumed run drops rows
   assert watch.verdict() == ""
+  quiet = [json.dumps({"step": i, "loss": 3.0}) + "\n" for i in range(12)]
+  records.write_atomic(
+    str(path), "".join(quiet)
+  )  # and may have written more before it is looked at
+  assert watch.verdict() == ""
+  assert len(watch._losses) == 12
+  records.write_atomic(str(path), "".join(lines[:3]))
+  assert watch.verdict() == ""
   with open(path, "a") as f:
     f.write("".join(lines[3:]))
   assert watch.verdict().endswith("first 3.000")
@@ -415,7 +423,6 @@ def test_a_point_that_is_suggested_again_runs_once_and_is_told_each_time(folder)
   assert more.take() is None and values() == [4.0] * 5
 
 
-@pytest.mark.filterwarnings("ignore:Choices for a categorical distribution")
 def test_an_interrupted_point_of_tuples_goes_on_in_its_folder(folder):
   pytest.importorskip("optuna")
   rules = ((("head", "bf16"), (".*", "block_128")), ((".*", "bf16"),))
