@@ -223,7 +223,8 @@ def prepare(name: str, folder: str = FOLDER):
   else:
     warn(
       f"{target} is not the corpus of {corpus.package} {corpus.version}: its losses compare with "
-      "no other's"
+      "no other's. Registries may have that version: refresh their lists (apt-get update), remove "
+      f"{target} and {pathlib.Path(folder, TOKENIZER)}, and run this again"
     )
   record.write_text(json.dumps(found, indent=2) + "\n")
   print(f"{target}: {len(files)} documents, {sum(f.stat().st_size for f in files):,} bytes")

@@ -197,6 +197,13 @@ class Tokenizer(reading.Reopened):
       content += b"|whole" * self._loaded[1] + f"|{self._begin}".encode() * bool(self._begin)
     return hashlib.sha256(content + f"|{self.eos_id}".encode()).hexdigest()[:16]
 
+  def is_of(self, folder: str) -> bool:
+    """Whether a folder's tokenizer gives the same ids; a folder without one is of bytes."""
+    has_file = os.path.exists(os.path.join(hub.local(folder), "tokenizer.json"))
+    if not has_file or self.path == BYTES:
+      return has_file == (self.path != BYTES)
+    return self.fingerprint == dataclasses.replace(self, path=folder).fingerprint
+
   def encode(self, text: str) -> np.ndarray:
     """int32 ids of `encode_prompt`, then the end-of-document id."""
     return np.asarray([*self.encode_prompt(text), self.eos_id], np.int32)

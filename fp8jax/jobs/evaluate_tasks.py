@@ -1,17 +1,15 @@
 """Tasks with verifiable answers: the second half of --job=evaluate."""
 
 import dataclasses
-import filecmp
 import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from fp8jax import console as console_lib
-from fp8jax import hub
 from fp8jax.config import identity, registry
 from fp8jax.data.chat import conversation
-from fp8jax.data.tokenize import BYTES, Tokenizer
+from fp8jax.data.tokenize import Tokenizer
 from fp8jax.evaluation import benchmarks, catalog, code_sandbox, report, store
 from fp8jax.evaluation import run as run_lib
 from fp8jax.evaluation.settings import Tasks
@@ -38,8 +36,6 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
   tasks = catalog.load(spec.of(Tasks))
   catalog.check_packages(tasks)
   generator, where = generator_lib.load(spec, workdir, has_digest=True)
-  if note := _other_tokenizer(spec):
-    console.print(note)
   ask = asker(spec, generator.tokenizer, any(task.chat for task in tasks))
   settings = _settings(spec, where)
   folder = _folder(spec, workdir, settings)
@@ -64,20 +60,6 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
     **{k: summary[k] for k in kept if k in summary},
     **({"not_finite": f"{sum(bad.values())} {said}; {api.NOT_FINITE}"} if listed else {}),
   }
-
-
-def _other_tokenizer(spec: train_spec.TrainSpec) -> str:
-  """A note where the folder of the weights has another tokenizer than prompts are written with."""
-  folder, ours = spec.weights.hf, spec.data.tokenizer
-  theirs = os.path.join(hub.local(folder), "tokenizer.json") if folder else ""
-  if not theirs or not os.path.exists(theirs):
-    return ""
-  if ours.path != BYTES and filecmp.cmp(theirs, ours.file, shallow=False):
-    return ""
-  return (
-    f"note: prompts are in tokens of data.tokenizer={ours.path!r}, and {folder} has another "
-    f"tokenizer; --config.data.tokenizer={folder} takes it"
-  )
 
 
 def asker(spec: train_spec.TrainSpec, tokenizer: Tokenizer, needs_chat: bool) -> run_lib.Ask:

@@ -66,7 +66,7 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
     made = ptq_run.quantize(
       loaded.spec, loaded.params, windows, chosen, os.path.join(workdir, "quantize"), said
     )
-  stored = codes_by_name(made, e)
+  stored = codes_by_name(made.spec, made)
   before = (loaded.spec, stored_params.dequantize_tree(loaded.params))
   source = dataclasses.replace(
     source, params=made.params, stored=stored, inputs=made.inputs, before=before,
@@ -110,6 +110,8 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
     f"quantize.methods={filling} with optim.sparsity={spec.optim.sparsity!r}: they move zeros of "
     "the mask; leave them out (awq, smooth_quant and equalize keep zeros)",
   )
+  if not problems.found:  # refused now, or after all layers
+    problems.attempt(lambda: checks.choose(spec, 0, stored=codes_by_name(spec)))
   texts = methods.check(chosen, of_layers, spec.model)
   return [*problems.found, *(f"quantize.methods: {text}" for text in texts)]
 
@@ -123,10 +125,15 @@ def _scheme(recipe: Recipe, e: Export) -> schemes.Scheme:
   of_section, fwd = checks.scheme(e), recipe.fwd
   if of_section is None or fwd.rhs is None:
     raise ValueError(f"export.format={e.format!r} or recipe {recipe.name!r} has no codes: set both")
-  if of_section.method == schemes.FINE_GRAINED and not of_section.holds(apply.current(fwd.rhs)):
+  is_block, is_set = of_section.method == schemes.FINE_GRAINED, e.strategy != "auto"
+  if (is_block or is_set) and not of_section.holds(apply.current(fwd.rhs)):
+    said, fix = f"export.strategy={e.strategy!r}", "export.strategy='auto'"
+    if is_block:
+      said = f"export.format={e.format!r}"
+      fix = "export.format='compressed-tensors', or take 'fp8_block'"
     raise ValueError(
-      f"export.format={e.format!r} holds {of_section.weight}, and recipe {recipe.name!r} of "
-      f"precision.rules has {fwd.rhs}; set export.format='compressed-tensors', or take 'fp8_block'"
+      f"{said} holds {of_section.weight}, and recipe {recipe.name!r} of precision.rules has "
+      f"{fwd.rhs}; set {fix}"
     )
   try:
     return served.scheme(fwd.rhs, fwd.lhs, of_section.method)
@@ -134,23 +141,29 @@ def _scheme(recipe: Recipe, e: Export) -> schemes.Scheme:
     raise ValueError(f"precision.rules: recipe {recipe.name!r}: {error}") from error
 
 
-def codes_by_name(made: ptq_run.Quantized, e: Export) -> dict[str, Stored | None]:
-  """{weight's name: its codes as an export has them, or None where it stays in 16 bits}."""
-  recipes = site_tree.recipes_of(made.spec.sites())
+def codes_by_name(
+  spec: TrainSpec, made: ptq_run.Quantized | None = None
+) -> dict[str, Stored | None]:
+  """{weight's name: its codes as an export has them, or None where it stays in 16 bits}.
+
+  Args:
+    made: reads the codes; None where they are yet to be made.
+  """
+  recipes = site_tree.recipes_of(spec.sites())
   stored: dict[str, Stored | None] = {}
-  for entry in names.entries(made.spec.model):
+  for entry in names.entries(spec.model):
     if entry.layer is None or entry.inputs is None:
       continue
     site = site_of(entry)
-    stored[entry.name] = None
-    if site in made.codes:
-      scheme, read = _scheme(recipes[site], e), functools.partial(_read, made, site)
-      quant = apply.current(recipes[site].fwd.rhs)
-      stored[entry.name] = Stored(quant, read, None, made.tensor_scales[site], scheme)
+    recipe, stored[entry.name] = recipes[site], None
+    if recipe.fwd.rhs is not None:
+      factor = made.tensor_scales[site] if made else None
+      scheme, read = _scheme(recipe, spec.of(Export)), functools.partial(_read, made, site)
+      stored[entry.name] = Stored(apply.current(recipe.fwd.rhs), read, None, factor, scheme)
   return stored
 
 
-def _read(made: ptq_run.Quantized, site: str) -> tuple[np.ndarray, np.ndarray]:
+def _read(made: Any, site: str) -> tuple[np.ndarray, np.ndarray]:
   codes = made.codes[site]()
   return np.asarray(codes.data), np.asarray(codes.scale)
 

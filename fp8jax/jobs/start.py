@@ -43,6 +43,8 @@ def fresh(spec: train_spec.TrainSpec, workdir: str, out: rich.console.Console) -
   for line in codes.lines():
     out.print(line)
   params = peft.added(params, spec.init.adapters, spec.model, spec.run.layout)
+  if said := peft.note(spec.init.adapters):
+    out.print(said)
   _keep_files(spec, source, workdir)
   return train_step.make_state(spec, params), dtype
 

@@ -5,16 +5,13 @@ A text is a prompt and its completion, scored at its last token. All batches hav
 
 import dataclasses
 import functools
-import os
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from fp8jax import hub
 from fp8jax import params as params_lib
 from fp8jax.config import layout as layout_checks
-from fp8jax.data.tokenize import BYTES
 from fp8jax.errors import UserError
 from fp8jax.generation.settings import Generate
 from fp8jax.kernels import choose
@@ -44,10 +41,7 @@ def problems(folder: str, spec: TrainSpec) -> list[str]:
         f"{key} has no reward head; --job=rl with rl.loss='reward' trains one, and --job=export "
         "writes it as a sequence-classification folder"
       ]
-    has_file = os.path.exists(os.path.join(hub.local(folder), "tokenizer.json"))
-    is_same = has_file == (own.path != BYTES)  # a folder without one is of bytes
-    if is_same and has_file:
-      is_same = own.fingerprint == dataclasses.replace(own, path=folder).fingerprint
+    is_same = own.is_of(folder)
   except (ValueError, OSError) as e:
     return [f"{key}: {e}"]
   texts = own.beyond(cfg.vocab_size)

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from fp8jax import hub
 from fp8jax.config import identity, resolve
+from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import REMOVED, UserError
 from fp8jax.models import lora, transformer
 from fp8jax.models.hf import peft
@@ -128,6 +130,7 @@ def load_weights(
   folder = spec.weights.hf
   table = os.path.expanduser(spec.calibration)
   if folder:
+    _note_tokenizer(spec.data.tokenizer, folder)
     params, dtype = hf_weights.load_params(folder, spec.model, spec.run.layout, kept)
     params = peft.added(params, spec.init.adapters, spec.model, spec.run.layout)
     states = {}
@@ -147,6 +150,22 @@ def load_weights(
     states = restore_scaling_states(spec, workdir, step, meta, phase)
   where = {"workdir": workdir, "step": step}
   return Loaded(spec, params, phase, states, where, meta, meta.get("weights_dtype", ""))
+
+
+def _note_tokenizer(tokenizer: Tokenizer, folder: str):
+  """Says where texts are in other tokens than those of the folder's own tokenizer."""
+  if not os.path.exists(os.path.join(hub.local(folder), "tokenizer.json")):
+    return
+  try:
+    is_same = tokenizer.is_of(folder)
+  except (UserError, OSError):  # one that cannot be read
+    is_same = False
+  if not is_same:
+    print(
+      f"note: texts are in tokens of data.tokenizer={tokenizer.path!r}, and {folder} has another "
+      f"tokenizer; --config.data.tokenizer={folder} takes it",
+      file=sys.stderr,
+    )
 
 
 def load_or_init(

@@ -2,7 +2,9 @@
 
 import io
 import json
+import pathlib
 import re
+import shutil
 
 import chats
 import pytest
@@ -13,6 +15,7 @@ from fp8jax.errors import ConfigError, UserError
 from fp8jax.generation.completion import Completion
 from fp8jax.jobs import dispatch, generate, table
 from fp8jax.kernels.choose import Device
+from fp8jax.run import restore
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,32 @@ def test_equal_greedy_samples_are_all_written_and_drawn_once(folder, tmp_path, c
   assert rows == {(i, n): rows[i, 0] for i in range(2) for n in range(3)}
   assert report["completions"] == sum(report["finish_reasons"].values()) == 6
   assert report["tokens"] == len(rows[0, 0]) + len(rows[1, 0])
+
+
+@pytest.mark.parametrize("name, is_said", [
+  ("same", False), ("its file", False), ("two ids swapped", True), ("own end of documents", False),
+  ("bytes", True), ("no tokenizer in the folder", False),
+])  # fmt: skip
+def test_tokens_of_another_tokenizer_than_the_weights_are_said(
+  folder, name, is_said, tmp_path, capsys
+):
+  weights = pathlib.Path(shutil.copytree(folder, tmp_path / "weights"))
+  theirs = pathlib.Path(shutil.copytree(folder, tmp_path / "theirs"))
+  if name == "two ids swapped":
+    read = json.loads((theirs / "tokenizer.json").read_text())
+    ids = read["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (theirs / "tokenizer.json").write_text(json.dumps(read))
+  if name == "no tokenizer in the folder":
+    (weights / "tokenizer.json").unlink()
+  c = _config(weights)
+  path = theirs / "tokenizer.json" if name == "its file" else theirs
+  c.data.tokenizer = "bytes" if name == "bytes" else str(path)
+  c.data.eos = {"own end of documents": "a", "its file": "</s>"}.get(name, "")
+  restore.load_weights(resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS["export"].needs), "")
+  said = capsys.readouterr().err
+  assert is_said == (f"note: texts are in tokens of data.tokenizer={c.data.tokenizer!r}" in said)
+  assert is_said == (f"--config.data.tokenizer={weights} takes it" in said)
 
 
 def test_damaged_weights_end_their_completions_and_the_job_says_so(

@@ -55,11 +55,16 @@ def _config(base, adapters, **changes):
 
 
 def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
-  base, run_job, tmp_path
+  base, run_job, tmp_path, capsys
 ):
   folder, adapters, flat = base
+  settings = pathlib.Path(adapters) / peft.CONFIG
+  settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_dropout": 0.05}))
   spec = debug_runs.spec(_config(folder, adapters))
   state, _ = start.fresh(spec, str(tmp_path / "run"), console.console())
+  said = " ".join(capsys.readouterr().out.split())
+  assert "has lora_dropout=0.05; adapters are trained without dropout here" in said
+  assert not peft.note("")
   for path, value in params_lib.flatten(state.params).items():
     if lora.is_adapter(path):
       np.testing.assert_array_equal(value, flat[path], err_msg=path)

@@ -205,6 +205,11 @@ REFUSED = {
   "codes of another container": (
     {"export.format": "hf-fp8-block"}, "set export.format='compressed-tensors', or take 'fp8_block'"
   ),
+  "scales of another strategy": (
+    {"export.strategy": "tensor"},
+    "export.strategy='tensor' holds e4m3 *x* f32, and recipe 'w4a16' of precision.rules has "
+    "int4 1x128 f32; set export.strategy='auto'",
+  ),
   "a format that no server reads": (
     {"precision.rules": (("layers/.*", "e3m4_30_dynamic"), ("head", "bf16"))}, "take fp8_dynamic"
   ),

@@ -60,6 +60,8 @@ FILES = {
   "random 0": (_axis("Random({'steps': Choice((1, 2))}, 0)"), ("count=0", "at least 1")),
   "search 0": (_sweep(search="Optuna({'steps': Choice((1, 2))}, 0)"), ("count=0", "at least 1")),
   "search": (_sweep(search="Random({'steps': Choice((1, 2))}, 2)"), ("search=Random", "Optuna(")),
+  "no objective": (_sweep(search=SEARCH, fixed="{'eval.tokens': 0}"),
+                   ("eval.tokens=0", "a search suggests", "set eval.tokens=8192")),
   "arms": (_sweep(arms="'bf16'"), ("arms='bf16'", "a tuple of one name")),
   "seeds": (_sweep(seeds="3"), ("seeds=3", "a tuple of one whole number")),
   "seed": (_sweep(seeds="(0.5,)"), ("seeds=(0.5,)", "whole number")),

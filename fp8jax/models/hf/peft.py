@@ -65,6 +65,19 @@ def lora_of(folder: str, cfg: ModelConfig, base: str) -> Lora:
   return made
 
 
+def note(folder: str) -> str:
+  """What of these adapters' training goes on otherwise here, as a sentence, or ""."""
+  if not folder:
+    return ""
+  c = errors.read_json(os.path.join(os.path.expanduser(folder), CONFIG), "fetch it again")
+  if not c.get("lora_dropout"):
+    return ""
+  return (
+    f"note: init.adapters={folder!r} has {_shown(c, 'lora_dropout')}; adapters are trained without "
+    "dropout here"
+  )
+
+
 def _shown(c: Mapping[str, Any], *keys: str) -> str:
   return ", ".join(f"{key}={c.get(key)!r}" for key in keys)
 
