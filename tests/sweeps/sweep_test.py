@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import run_files
+import sweep_runs
 
 from fp8jax import records
 from fp8jax.config import identity, named
@@ -22,93 +23,40 @@ from fp8jax.jobs import command_line
 from fp8jax.kernels import choose
 from fp8jax.run import metrics_writer
 from fp8jax.run import workdir as workdir_lib
-from fp8jax.sweeps import file, outcome, plan, process, run, slurm, spec, table
-
-# A launch.py whose objective is rate + seed / 100. Rates above 1 end as a diverged run does, above
-# 10 the loss grows without end, above 100 nothing is said, and all but the first wait for SIGTERM.
-LAUNCH = """
-import json, pathlib, signal, sys, time
-values = dict(a.lstrip("-").split("=", 1) for a in sys.argv[1:])
-workdir = pathlib.Path(values["workdir"])
-workdir.mkdir(parents=True, exist_ok=True)
-rate, seed = float(values["config.optim.peak_lr"]), int(values["config.seed"])
-name = values["config"].partition(":")[2]
-flat = {"seed": seed, "steps": 4, "optim.peak_lr": rate, "name": name}
-with open(workdir.parent / "started.txt", "a") as f: f.write(workdir.name + "\\n")
-(workdir / "config.json").write_text(json.dumps({"resolved": flat}))
-if rate > 10:
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-  with open(workdir / "metrics.jsonl", "a") as f:
-    for step in range(10**6):
-      loss = 5.0 + step if rate < 100 else 5.0
-      f.write(json.dumps({"step": step, "loss": loss}) + "\\n"); f.flush(); time.sleep(0.01)
-if rate > 1: sys.exit(3)
-summary = {"step": 4, "objective": rate + seed / 100}
-(workdir / "summary.json").write_text(json.dumps(summary))
-"""
-CONFIG = """
-from ml_collections import ConfigDict
-def get_config(arm=""):
-  return ConfigDict({"seed": 0, "steps": 4, "optim": {"peak_lr": 1.0}, "name": arm}).lock()
-"""
-
+from fp8jax.sweeps import file, outcome, process, run, slurm, spec, table
 
 time_sleep = time.sleep
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-  """A root with a stand-in for launch.py, a configuration, and a place for the sweep."""
-  (tmp_path / "launch.py").write_text(LAUNCH)
-  (tmp_path / "c.py").write_text(CONFIG)
-  monkeypatch.chdir(tmp_path)
-  return tmp_path
-
-
-def _sweep(folder, monkeypatch, sweep, **options):
-  """(exit code, trials of sweep.json, names of the trials started)."""
-  monkeypatch.setattr(file, "load", lambda *_, **needs: sweep)
-  given = {"parallel": 1, "submit": "", "is_printed": False, "is_mapped": False, **options}
-  code = run.run("s.py", str(folder), str(folder / "out"), **given)
-  started = folder / "out" / "started.txt"
-  names = started.read_text().split() if started.exists() else []
-  started.unlink(missing_ok=True)
-  return code, json.loads((folder / "out" / "sweep.json").read_text())["trials"], names
-
-
-def _rates(*rates, **more):
-  return spec.Sweep("c.py", axes=(spec.Grid({"optim.peak_lr": rates}),), **more)
-
-
 def test_sweep_runs_each_trial_once_and_reads_its_objective(folder, monkeypatch):
-  sweep, compared = _rates(0.5, 0.25, arms=("a", "b"), seeds=(0, 1)), []
+  sweep, compared = sweep_runs.rates(0.5, 0.25, arms=("a", "b"), seeds=(0, 1)), []
   monkeypatch.setattr(table, "compare", lambda folder, results: compared.append(len(results)))
-  code, trials, names = _sweep(folder, monkeypatch, sweep)
+  code, trials, names = sweep_runs.sweep(folder, monkeypatch, sweep)
   assert code == 0 and compared == [8] and len(set(names)) == 8 and "a-peak_lr=0.25-seed=1" in names
   assert {(t["arm"], t["point"]["optim.peak_lr"], t["seed"]): t["objective"] for t in trials} == {
     (arm, rate, seed): rate + seed / 100 for arm in "ab" for rate in (0.5, 0.25) for seed in (0, 1)
   }
   os.remove(folder / "out" / "b-peak_lr=0.5-seed=0" / "summary.json")  # as of a killed run
-  code, again, names = _sweep(folder, monkeypatch, sweep)
+  code, again, names = sweep_runs.sweep(folder, monkeypatch, sweep)
   assert (code, names) == (0, ["b-peak_lr=0.5-seed=0"])
   assert sorted(map(str, again)) == sorted(map(str, trials))
 
 
 def test_edited_configuration_is_another_trial(folder, monkeypatch):
-  _sweep(folder, monkeypatch, _rates(0.5))
-  (folder / "c.py").write_text(CONFIG.replace('"steps": 4', '"steps": 5'))
-  assert _sweep(folder, monkeypatch, _rates(0.5))[2] == ["peak_lr=0.5"]
+  sweep_runs.sweep(folder, monkeypatch, sweep_runs.rates(0.5))
+  (folder / "c.py").write_text(sweep_runs.CONFIG.replace('"steps": 4', '"steps": 5'))
+  assert sweep_runs.sweep(folder, monkeypatch, sweep_runs.rates(0.5))[2] == ["peak_lr=0.5"]
 
 
 def test_diverged_trials_are_stopped_and_stay_stopped(folder, monkeypatch):
   """One by its exit code; the other's loss runs away, and the sweep stops it."""
-  code, trials, names = _sweep(folder, monkeypatch, _rates(0.5, 2.0, 20.0))
+  code, trials, names = sweep_runs.sweep(folder, monkeypatch, sweep_runs.rates(0.5, 2.0, 20.0))
   assert code == 0 and len(names) == 3
   assert [t["status"] for t in trials] == ["finished", "diverged", "diverged"]
   why = json.loads((folder / "out" / "peak_lr=20.0" / "trial.json").read_text())["why"]
   first, mean = float(why.split("first ")[1]), float(why.split("steps ")[1].split(",")[0])
   assert first == 5 and mean > 6
-  assert _sweep(folder, monkeypatch, _rates(0.5, 2.0, 20.0))[2] == []
+  assert sweep_runs.sweep(folder, monkeypatch, sweep_runs.rates(0.5, 2.0, 20.0))[2] == []
 
 
 DAMAGED = (
@@ -122,8 +70,8 @@ DAMAGED = (
 
 
 def test_a_damaged_file_of_a_trial_fails_that_trial_alone(folder, monkeypatch, capsys):
-  _sweep(folder, monkeypatch, _rates(0.25))
-  (trial,) = _rates(0.25).trials(str(folder / "out"))
+  sweep_runs.sweep(folder, monkeypatch, sweep_runs.rates(0.25))
+  (trial,) = sweep_runs.rates(0.25).trials(str(folder / "out"))
   whole = {path: path.read_text() for path in (folder / "out" / "peak_lr=0.25").iterdir()}
   for name, text, words in DAMAGED:
     (folder / "out" / "peak_lr=0.25" / name).write_text(text)
@@ -135,7 +83,7 @@ def test_a_damaged_file_of_a_trial_fails_that_trial_alone(folder, monkeypatch, c
       path.write_text(content)
   assert outcome.attempt(trial).objective == 0.25
   (folder / "out" / "peak_lr=0.25" / "config.json").write_text("{}")
-  code, trials, names = _sweep(folder, monkeypatch, _rates(0.25, 0.5))
+  code, trials, names = sweep_runs.sweep(folder, monkeypatch, sweep_runs.rates(0.25, 0.5))
   assert code == 1 and names == ["peak_lr=0.5"]
   assert [t["status"] for t in trials] == ["failed", "finished"]
   assert "was failed: " in capsys.readouterr().out
@@ -156,22 +104,22 @@ except UserError: sys.exit(1)
   (folder / "launch.py").write_text(launch)
   workdir = folder / "out" / "peak_lr=0.5"
   with workdir_lib.locked(str(workdir)):
-    code, trials, _ = _sweep(folder, monkeypatch, _rates(0.5))
+    code, trials, _ = sweep_runs.sweep(folder, monkeypatch, sweep_runs.rates(0.5))
     assert (code, [t["status"] for t in trials]) == (1, ["running elsewhere"])
     assert workdir_lib.is_locked(str(workdir))
   assert not workdir_lib.is_locked(str(workdir)) and not workdir_lib.is_locked(str(folder / "x"))
-  (elsewhere,) = _rates(0.5).trials(str(folder / "out"))
+  (elsewhere,) = sweep_runs.rates(0.5).trials(str(folder / "out"))
   flat = named.flat("c.py", elsewhere.changes)
   (workdir / "config.json").write_text(json.dumps({"resolved": flat}))
   (workdir / "summary.json").write_text('{"step": 4, "objective": 0.5}')
   ended = [(elsewhere, outcome.Outcome(outcome.ELSEWHERE))]
   console = run.console_lib.console()
-  assert run._ended(_rates(0.5), "s.py", str(folder / "out"), ended, None, console) == 0
+  assert run._ended(sweep_runs.rates(0.5), "s.py", str(folder / "out"), ended, None, console) == 0
 
 
 def test_a_trial_has_finished_after_the_steps_that_it_counted_itself(folder):
   """data.epochs counts steps in the data: 3 of them, and `steps` stays 4."""
-  (trial,) = _rates(0.25).trials(str(folder / "out"))
+  (trial,) = sweep_runs.rates(0.25).trials(str(folder / "out"))
   workdir = pathlib.Path(trial.workdir)
   workdir.mkdir(parents=True)
   flat = named.flat(trial.config, trial.changes)
@@ -189,7 +137,7 @@ def test_a_trial_has_finished_after_the_steps_that_it_counted_itself(folder):
 
 def test_trials_without_an_objective_have_finished(folder):
   """eval.tokens=0: the table counts outcomes, and has no mean and no best."""
-  sweep = _rates(0.5, 0.25)
+  sweep = sweep_runs.rates(0.5, 0.25)
   ends = (outcome.Outcome("finished"), outcome.Outcome("diverged"))
   rows = table.rows(sweep, list(zip(sweep.trials("x"), ends, strict=True)))
   assert rows == [["", "0.5", "-", "-", "1/1", ""], ["", "0.25", "-", "-", "0/1", "1 diverged"]]
@@ -240,7 +188,7 @@ def test_interrupted_sweep_saves_its_trials(folder, monkeypatch, number, code):
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   monkeypatch.setattr(table, "compare", lambda *_: pytest.fail("trials are missing"))
   threading.Timer(1.0, os.kill, (os.getpid(), number)).start()
-  found, trials, _ = _sweep(folder, monkeypatch, _rates(200.0, 0.5))
+  found, trials, _ = sweep_runs.sweep(folder, monkeypatch, sweep_runs.rates(200.0, 0.5))
   assert found == code and [t["status"] for t in trials] == ["interrupted"]
   assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
@@ -336,16 +284,16 @@ def test_jobs_of_a_scheduler_run_once(folder, monkeypatch, repository):
   pytest.importorskip("submitit")
   paths = [str(repository), *(p for p in sys.path if p)]
   monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, paths)))
-  sweep = _rates(0.5, 2.0)
-  code, trials, names = _sweep(folder, monkeypatch, sweep, submit="local", parallel=2)
+  sweep = sweep_runs.rates(0.5, 2.0)
+  code, trials, names = sweep_runs.sweep(folder, monkeypatch, sweep, submit="local", parallel=2)
   assert code == 0 and sorted(t["status"] for t in trials) == ["diverged", "finished"]
-  assert len(names) == 2 and _sweep(folder, monkeypatch, sweep, submit="local")[2] == []
+  assert len(names) == 2 and sweep_runs.sweep(folder, monkeypatch, sweep, submit="local")[2] == []
 
 
 def test_preempted_job_saves_and_is_requeued(folder, monkeypatch):
   """submitit's warning stops the child; a child that met a SIGTERM requeues its job."""
   submitit = pytest.importorskip("submitit")
-  trial = _rates(200.0).trials(str(folder / "out"))[0]
+  trial = sweep_runs.rates(200.0).trials(str(folder / "out"))[0]
   metrics = folder / "out" / "peak_lr=200.0" / "metrics.jsonl"
   job = slurm.Job(trial, str(folder), 1.0)
   answers = []
@@ -365,94 +313,6 @@ def test_preempted_job_saves_and_is_requeued(folder, monkeypatch):
   assert job()["status"] == "interrupted" and commands == [["scontrol", "requeue", "7"]]
   thread.join()
   assert isinstance(answers[0], submitit.helpers.DelayedSubmission)
-
-
-def test_search_goes_on_where_it_was_interrupted(folder, monkeypatch):
-  optuna = pytest.importorskip("optuna")
-  search = spec.Optuna({"optim.peak_lr": spec.LogUniform(0.01, 0.9)}, count=2)
-  sweep = spec.Sweep("c.py", arms=("a", "b"), seeds=(0, 1), search=search)
-  monkeypatch.setattr(run.table, "show", lambda *_: None)
-  made, sampler = [], optuna.samplers.TPESampler
-  monkeypatch.setattr(
-    optuna.samplers, "TPESampler", lambda **wishes: made.append(wishes) or sampler(**wishes)
-  )
-  _, trials, names = _sweep(folder, monkeypatch, sweep)
-  # Points that are tried at the same time are not next to each other.
-  assert [m.get("constant_liar") for m in made if "seed" in m] == [True, True]
-  assert len(names) == 8 and len({(t["arm"], *t["point"].values()) for t in trials}) == 4
-  more = spec.Sweep("c.py", arms=("a", "b"), seeds=(0, 1),
-                    search=spec.Optuna(search.distributions, 3))  # fmt: skip
-  assert len(_sweep(folder, monkeypatch, more)[2]) == 4
-
-
-def test_the_objective_of_a_point_is_the_mean_over_its_seeds(folder, monkeypatch):
-  ends = [outcome.Outcome("finished", x) for x in (3.0, 1.0, 2.5)]
-  assert plan.of_point(ends) == pytest.approx(6.5 / 3) and plan.of_point(ends[:1]) == 3
-  assert plan.of_point([*ends, outcome.Outcome("diverged")]) is None
-  optuna = pytest.importorskip("optuna")
-  search = spec.Optuna({"optim.peak_lr": spec.Choice((0.5,))}, count=1)
-  _sweep(folder, monkeypatch, spec.Sweep("c.py", seeds=(0, 1, 8), search=search))
-  path = optuna.storages.journal.JournalFileBackend(str(folder / "out" / "optuna.journal"))
-  study = optuna.load_study(study_name="all-0", storage=optuna.storages.JournalStorage(path))
-  assert study.best_value == pytest.approx(0.53)  # of 0.5 + seed / 100
-
-
-def test_a_point_that_is_suggested_again_runs_once_and_is_told_each_time(folder):
-  """Beside the first one, and after it."""
-  optuna = pytest.importorskip("optuna")
-
-  def suggested(count):
-    search = spec.Optuna({"optim.peak_lr": spec.Choice((0.5,))}, count=count)
-    return plan.of(spec.Sweep("c.py", seeds=(0, 1), search=search), str(folder))
-
-  def values():
-    path = optuna.storages.journal.JournalFileBackend(str(folder / "optuna.journal"))
-    study = optuna.load_study(study_name="all-0", storage=optuna.storages.JournalStorage(path))
-    return [t.value for t in study.get_trials()]
-
-  one = suggested(3)
-  trials = [one.take(), one.take()]
-  assert one.take() is None and len({t.workdir for t in trials}) == 2
-  for trial, objective in zip(trials, (3.0, 5.0)):
-    one.give(trial, outcome.Outcome("finished", objective))
-  assert values() == [4.0] * 3 and one.take() is None
-  more = suggested(5)
-  trials = [more.take(), more.take()]  # finished before: their outcomes are read
-  for trial, objective in zip(trials, (3.0, 5.0)):
-    more.give(trial, outcome.Outcome("finished", objective))
-  assert more.take() is None and values() == [4.0] * 5
-
-
-def test_an_interrupted_point_of_tuples_goes_on_in_its_folder(folder):
-  pytest.importorskip("optuna")
-  rules = ((("head", "bf16"), (".*", "block_128")), ((".*", "bf16"),))
-  search = spec.Optuna({"precision.rules": spec.Choice(rules)}, count=1)
-  sweep = spec.Sweep("c.py", search=search)
-  first, again = (plan.of(sweep, str(folder)).take() for _ in range(2))
-  assert first == again and first.changes["precision.rules"] in rules
-
-
-@pytest.mark.parametrize(
-  "damage",
-  [
-    lambda text: text[:-20],
-    lambda text: "[1]\n",
-    lambda text: "{}\n" + text,
-    lambda text: text.replace('"low\\": 0.01', '"low\\": "x"'),
-  ],
-  ids=["cut", "list", "object", "kind"],
-)
-def test_a_journal_that_optuna_cannot_read_is_named(folder, monkeypatch, damage, request):
-  pytest.importorskip("optuna")
-  kind = spec.LogUniform(0.01, 0.9)
-  sweep = spec.Sweep("c.py", search=spec.Optuna({"optim.peak_lr": kind}, count=1))
-  _sweep(folder, monkeypatch, sweep)
-  path = folder / "out" / "optuna.journal"
-  path.write_text(damage(path.read_text()))
-  kind = spec.Choice((0.5,)) if request.node.callspec.id == "kind" else kind
-  sweep = spec.Sweep("c.py", search=spec.Optuna({"optim.peak_lr": kind}, count=3))
-  with pytest.raises(UserError, match="optuna.journal is no study of this search: .*move it away"):
-    _sweep(folder, monkeypatch, sweep)
 
 
 def test_a_single_run_that_finished_is_read_and_one_of_another_configuration_is_not(

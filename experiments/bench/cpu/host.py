@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import pathlib
+import resource
 import shutil
 import statistics
 import subprocess
@@ -25,6 +26,7 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 MODEL, ROUNDS, TOKENS = "assets/smollm2-135m", 3, 2 * 1024 * 4096
+SMALL = ("bf16", "block_128_pow2", "quartet")  # recipes
 STARTS = {
   "--help": (["--help"], 0),
   "--job=doctor": (["--job=doctor"], 0),
@@ -244,7 +246,33 @@ def starts(source: pathlib.Path) -> dict:
   return rows
 
 
+def small_runs(source: pathlib.Path) -> dict:
+  """CPU-seconds of two steps of the lab's smallest model: programs new, and in the cache."""
+  rows, runs = {}, {"first": (), "again": (), "another seed": ("seed=1",),
+                    "another rate": ("optim.peak_lr=1e-3",)}  # fmt: skip
+  for recipe in SMALL:
+    with tempfile.TemporaryDirectory() as folder:
+      for number, (name, changes) in enumerate(runs.items()):
+        keys = ("steps=2", "optim.warmup_steps=1", "optim.decay_steps=1", "eval.tokens=0", *changes)
+        arguments = [
+          f"--config=configs/pretrain_tiny.py:0p8m-python_docs-{recipe}",
+          f"--workdir={folder}/{number}",
+          *(f"--config.{key}" for key in keys),
+        ]
+        env = os.environ | {"JAX_COMPILATION_CACHE_DIR": f"{folder}/cache"}
+        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, str(source / "launch.py"), *arguments], env=env,
+                              cwd=source, capture_output=True, text=True)  # fmt: skip
+        if done.returncode:
+          raise SystemExit(f"{arguments} ended with {done.returncode}: {done.stderr[-500:]}")
+        seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        rows[f"{recipe}: {name}"] = {"seconds": round(seconds, 1), "cpu": round(cpu, 1)}
+  return rows
+
+
 ROWS = {"checkpoint": checkpoint, "folders": folders, "loader": loader, "evaluation": evaluation}
+STARTING = {"starts": starts, "small_runs": small_runs}
 
 
 def table(results: dict) -> str:
@@ -285,9 +313,9 @@ def main():
   if asked.label:
     of = results.setdefault(asked.label, {"rows": {}})
     of["limits"] = limits()
-    for name in asked.rows or [*ROWS, "starts"]:
+    for name in asked.rows or [*ROWS, *STARTING]:
       print(f"{name} ...", flush=True)
-      found = starts(asked.source) if name == "starts" else ROWS[name]()
+      found = STARTING[name](asked.source) if name in STARTING else ROWS[name]()
       of["rows"] |= found
       print(json.dumps(found, indent=2))
     of["provenance"] = timing.provenance()
