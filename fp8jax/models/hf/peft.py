@@ -66,7 +66,7 @@ def lora_of(folder: str, cfg: ModelConfig, base: str) -> Lora:
 
 
 def note(folder: str) -> str:
-  """What of these adapters' training goes on otherwise here, as a sentence, or ""."""
+  """A sentence on dropout of adapters, which training here has not; "" without any."""
   if not folder:
     return ""
   c = errors.read_json(os.path.join(os.path.expanduser(folder), CONFIG), "fetch it again")
