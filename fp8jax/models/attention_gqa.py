@@ -11,7 +11,7 @@ from fp8jax.models import unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Maker, Mixer, block_input, block_output
 from fp8jax.ops import prologue, row_tiles
-from fp8jax.ops.attention import attention
+from fp8jax.ops.attention import attention, key_heads_per_device
 from fp8jax.ops.dots import dot, dots
 from fp8jax.ops.elementwise import add_bias, rotate
 from fp8jax.ops.observe import observed
@@ -134,10 +134,11 @@ def problem(
     length: tokens of a sequence.
     is_isolated: whether a token sees its own document alone.
   """
-  shards = {letter: run.layout.size(run.layout.act_axes(letter)) for letter in "BHG"}
+  rows, shards = (run.layout.size(run.layout.act_axes(letter)) for letter in "BH")
+  key_heads = key_heads_per_device(cfg.num_heads, cfg.num_kv_heads, shards)
   return AttentionProblem(
-    max(sequences // shards["B"], 1), length, cfg.num_heads // shards["H"],
-    cfg.num_kv_heads // shards["G"], cfg.head_dim, run.dtype.name, is_isolated, device,
+    max(sequences // rows, 1), length, cfg.num_heads // shards, key_heads, cfg.head_dim,
+    run.dtype.name, is_isolated, device,
   )  # fmt: skip
 
 

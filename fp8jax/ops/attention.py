@@ -5,6 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from fp8jax import axes
 from fp8jax.kernels.attention import few_queries, fixed_order, reference, tokamax_sm90
@@ -36,18 +37,15 @@ def attention(
   Returns:
     [B, L, H, K] in q's dtype; softmax in float32.
   """
-  in_specs = tuple(layout.act_spec(letters) for letters in ("BLHK", "BMGK", "BMGK", "BL"))
+  on_devices = functools.partial(_on_devices, layout, q_BLHK.shape[2], k_BMGK.shape[2])
   if recipe is not None:
     local = functools.partial(_quantized, recipe)
-    run = collectives.on_mesh(local, layout, in_specs, layout.act_spec("BLHK"))
-    return run(q_BLHK, k_BMGK, v_BMGK, segments_BL)
+    return on_devices(local)(q_BLHK, k_BMGK, v_BMGK, segments_BL)
   if implementation == "tokamax":
     first_key_BL = None if segments_BL is None else first_keys(segments_BL)
-    run = collectives.on_mesh(_tokamax, layout, in_specs, layout.act_spec("BLHK"))
-    return run(q_BLHK, k_BMGK, v_BMGK, first_key_BL)
+    return on_devices(_tokamax)(q_BLHK, k_BMGK, v_BMGK, first_key_BL)
   if implementation == "fixed_order":
-    run = collectives.on_mesh(_fixed_order, layout, in_specs, layout.act_spec("BLHK"))
-    return run(q_BLHK, k_BMGK, v_BMGK, segments_BL)
+    return on_devices(_fixed_order)(q_BLHK, k_BMGK, v_BMGK, segments_BL)
   dtype = q_BLHK.dtype
   if implementation == "xla" and dtype == jnp.float16:
     # JAX asks XLA for F16_F16_F32 products, which XLA:CPU does not have.
@@ -64,6 +62,38 @@ def attention(
     scale=q_BLHK.shape[-1] ** -0.5,
     implementation=implementation,
   ).astype(dtype)
+
+
+def key_heads_per_device(heads: int, key_heads: int, shards: int) -> int:
+  """Key heads beside a device's query heads, of which each of `shards` has as many.
+
+  Keys are split as queries are where the mesh divides them. Else a device has the one head that all
+  of its queries read, or one head per query.
+  """
+  if key_heads % shards == 0:
+    return key_heads // shards
+  own = max(heads // shards, 1)
+  return 1 if (heads // key_heads) % own == 0 else own
+
+
+def _on_devices(layout: axes.Layout, heads: int, key_heads: int, local):
+  """`local` on the sequences and query heads of each device, with the keys of those queries."""
+  over = layout.act_axes("H")
+  queries = layout.act_spec("BLHK")
+  is_split = key_heads % layout.size(over) == 0
+  keys = queries if is_split else PartitionSpec(queries[0])
+  specs = (queries, keys, keys, layout.act_spec("BL"))
+
+  def of_own(q_BLHK, k_BMGK, v_BMGK, per_token_BL):
+    own = q_BLHK.shape[2]
+    count = key_heads_per_device(heads, key_heads, heads // own)
+    query_heads = jax.lax.axis_index(over) * own + jnp.arange(count) * (own // count)
+    taken = query_heads * key_heads // heads
+    k_BMGK, v_BMGK = (jnp.take(x, taken, axis=2) for x in (k_BMGK, v_BMGK))
+    return local(q_BLHK, k_BMGK, v_BMGK, per_token_BL)
+
+  own_keys = is_split or layout.is_manual
+  return collectives.on_mesh(local if own_keys else of_own, layout, specs, queries)
 
 
 @jax.named_scope("attention")

@@ -1,5 +1,6 @@
 """Attention against loops in float64: groups, documents, precision."""
 
+import functools
 import inspect
 import sys
 import types
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import tolerances
 
+from fp8jax import axes, mesh
+from fp8jax.ops import attention as attention_lib
 from fp8jax.ops.attention import attention, first_keys
 
 B, L, K = 2, 24, 16
@@ -115,3 +118,43 @@ def test_tokamax_is_given_its_arguments_and_its_gradients_come_back(rng, monkeyp
   np.testing.assert_allclose(run("tokamax")[0], _loops(q, k, v, segments), atol=1e-5)
   for ours, xla in zip(run("tokamax"), run("xla"), strict=True):
     np.testing.assert_allclose(ours, xla, atol=1e-5)
+
+
+def _plain(q, k, v, first_key):
+  keys = jnp.arange(q.shape[1])
+  seen = (first_key[:, :, None] <= keys) & (keys <= keys[:, None])
+  return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], scale=q.shape[3] ** -0.5)
+
+
+@pytest.mark.parametrize(
+  "heads, shape, acts",
+  [
+    ((6, 2), (1, 1, 2), dict(H="tensor", G="tensor")),
+    ((8, 2), (2, 1, 4), dict(B="data", H="tensor")),
+    ((12, 4), (1, 1, 3), dict(H="tensor")),
+    ((8, 2), (1, 2, 2), dict(H=("fsdp", "tensor"))),
+    ((8, 2), (1, 1, 2), dict(G="tensor")),
+    ((8, 4), (1, 2, 2), dict(H=("tensor", "fsdp"), G="fsdp")),
+    ((6, 3), (1, 2, 1), dict(B="fsdp")),
+  ],
+  ids=["keys with their queries", "one key head for all queries", "a key head per query",
+       "two axes", "keys alone", "keys elsewhere", "sequences"],
+)  # fmt: skip
+def test_a_device_has_the_keys_of_its_own_queries(rng, monkeypatch, heads, shape, acts):
+  monkeypatch.setattr(attention_lib, "_tokamax", _plain)
+  devices = jax.devices()[: shape[0] * shape[1] * shape[2]]
+  layout = axes.Layout(mesh.make(shape, devices), (), axes.as_rules(acts))
+  q, g, k, v = (
+    rng.standard_normal((B, L, n, K)).astype(np.float32) for n in (heads[0], *heads, heads[1])
+  )
+  segments = jnp.array([[1] * 7 + [2] + [3] * 12 + [0] * 4, [1] * 24], jnp.int32)
+
+  @functools.partial(jax.jit, static_argnums=(0, 1))
+  def run(by, where, *arrays):
+    out, pull = jax.vjp(lambda *of: attention(*of, segments, by, where), *arrays)
+    return out, *pull(jnp.asarray(g))
+
+  got = run("tokamax", layout, q, k, v)
+  np.testing.assert_allclose(got[0], _loops(q, k, v, segments), atol=1e-5)
+  for ours, one_device in zip(got, run("xla", axes.LOCAL, q, k, v), strict=True):
+    np.testing.assert_allclose(ours, one_device, atol=1e-5)

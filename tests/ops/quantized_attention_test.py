@@ -204,10 +204,12 @@ def test_keys_without_their_documents_mean_give_the_same_attention(rng):
   np.testing.assert_array_equal(slope, k + smooth)
 
 
-def test_sequences_and_heads_on_eight_devices_are_those_of_one():
+@pytest.mark.parametrize("over", [
+  dict(B=("data", "fsdp"), H="tensor", G="tensor"), dict(B="data", H=("fsdp", "tensor"), G="fsdp"),
+])  # fmt: skip
+def test_sequences_and_heads_on_eight_devices_are_those_of_one(over):
   """Scales, means and rotations are of one sequence and head, wherever it lies."""
-  rules = axes.as_rules(dict(B=("data", "fsdp"), H="tensor", G="tensor"))
-  layout = axes.Layout(mesh.make((2, 2, 2)), (), rules)
+  layout = axes.Layout(mesh.make((2, 2, 2)), (), axes.as_rules(over))
   recipe = attentions.SAGE_BWD
   arrays = _draw(np.random.default_rng(2), batch=4)
   specs = [layout.act_sharding(letters) for letters in ("BLHK", "BMGK", "BMGK", "BLHK")]
