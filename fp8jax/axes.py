@@ -22,8 +22,17 @@ Rules = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def as_rules(table: Mapping[str, str | tuple[str, ...]]) -> Rules:
-  """{"F": "tensor", "B": ("data", "fsdp")} as a hashable, ordered value."""
-  return tuple(sorted((k, (v,) if isinstance(v, str) else tuple(v)) for k, v in table.items()))
+  """{"F": "tensor", "B": ("data", "fsdp")} as a hashable, ordered value.
+
+  Text is that of a command line: one axis, several as "data,fsdp" or in brackets, "" for none.
+  """
+
+  def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    if not isinstance(value, str):
+      return tuple(value)
+    return tuple(name for part in value.split(",") if (name := part.strip("()[]'\" ")))
+
+  return tuple(sorted((letter, names(value)) for letter, value in table.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +89,11 @@ class Layout:
     if self.mesh is None:
       return 1
     return math.prod(self.mesh.shape[a] for a in axes)
+
+  def smaller(self, letters: str) -> str:
+    """Keys of the mesh axes that split a weight of these letters: "mesh.fsdp or mesh.tensor"."""
+    split = dict.fromkeys(axis for letter in letters for axis in self.weight_axes(letter))
+    return " or ".join(f"mesh.{axis}" for axis in split if self.size((axis,)) > 1)
 
   def served(self) -> "Layout":
     """This layout for generation: a weight lies as its product needs it, and is never gathered."""

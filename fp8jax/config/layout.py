@@ -1,7 +1,7 @@
 """Where the letters of arrays live, which sizes then divide, and which scale tiles stay whole."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fp8jax import axes, mesh
 from fp8jax import params as params_lib
@@ -58,6 +58,8 @@ def _check_sharding(c: Config, problems: ConfigErrors) -> bool:
           problems.found.append(
             f"sharding.{table}.{letter} names mesh axis {name!r}; there are {', '.join(mesh.AXES)}"
           )
+    for axis in mesh.AXES:
+      problems.extend(_twice(table, rules, axis))
   for letter in weights.keys() & acts.keys() | acts.keys() - {"B"}:
     have, need = weights.get(letter, ()), acts.get(letter, ())
     problems.check(
@@ -66,6 +68,24 @@ def _check_sharding(c: Config, problems: ConfigErrors) -> bool:
       "is gathered to where activations are, never scattered",
     )
   return len(problems.found) == before
+
+
+# Letters that one array has.
+_ARRAYS = {"weights": ("NDF", "NDHK", "NDGK", "VD"), "acts": ("BF", "BH", "BG", "BV")}
+
+
+def _twice(table: str, rules: Mapping[str, tuple[str, ...]], axis: str) -> list[str]:
+  """Letters of one array that a mesh axis would split both, or one letter twice, in words."""
+  pairs = {}
+  for letters in _ARRAYS[table]:
+    on = [letter for letter in letters for name in rules.get(letter, ()) if name == axis]
+    pairs |= {tuple(on[:2]): None} if len(on) > 1 else {}
+  return [
+    f"sharding.{table}.{a} names mesh axis {axis!r} twice; name it once" if a == b else
+    f"sharding.{table}.{a} and sharding.{table}.{b} both name mesh axis {axis!r}, and arrays have "
+    "both letters; leave it in one of them"
+    for a, b in pairs
+  ]  # fmt: skip
 
 
 def microbatch(c: Config, layout: axes.Layout, problems: ConfigErrors, needs: Needs) -> int:
@@ -115,13 +135,14 @@ def uneven(declaration, sites, model, rules, layout: axes.Layout, tokens: int | 
   used = {letter for p in params_lib.flatten(declaration).values() for letter in p.letters}
   wrong = {}
   for letter in sorted(used):
-    size = model.dims[letter]
-    for kind, split in (("weights", layout.weight_axes(letter)), ("acts", layout.act_axes(letter))):
-      shards = layout.size(split)
-      if size % shards:
+    size, tables = model.dims[letter], {"weights": layout.weight_axes, "acts": layout.act_axes}
+    split = {kind: over for kind, of in tables.items() if (over := of(letter))}
+    for kind, over in split.items():
+      if size % (shards := layout.size(over)):
+        whole = " and ".join(f"sharding.{kind}.{letter}=''" for kind in split)
         wrong[letter, shards] = (
           f"{_WORDS[letter]} = {size} does not divide over {shards} devices (sharding.{kind}."
-          f"{letter} = {'+'.join(split)}); change mesh.{split[0]} or that sharding"
+          f"{letter} = {'+'.join(over)}); change mesh.{over[0]}, or leave it whole by {whole}"
         )
   if wrong:
     return list(wrong.values())

@@ -8,6 +8,7 @@ import numpy as np
 from fp8jax import axes
 from fp8jax.data import loader
 from fp8jax.data.config import DataConfig
+from fp8jax.errors import UserError
 
 
 class BatchSharder:
@@ -17,7 +18,11 @@ class BatchSharder:
   """
 
   def __init__(self, layout: axes.Layout, rows: int, accumulation: int = 1):
-    """Args: rows per microbatch over all devices, and number of microbatches."""
+    """Args: rows per microbatch over all devices, and number of microbatches.
+
+    Raises:
+      UserError: processes have parts of each other's rows, or more than others.
+    """
     self._layout = layout
     self._rows = rows
     self._accumulation = accumulation
@@ -25,11 +30,19 @@ class BatchSharder:
     if sharding is None:
       self.local_rows, self.shard = rows, loader.Shard()
       return
-    indices = sharding.addressable_devices_indices_map((rows, 1)).values()
-    held = [index[0].indices(rows) for index in indices if index is not None]
-    first, last = min(start for start, _, _ in held), max(stop for _, stop, _ in held)
-    self.local_rows = last - first
-    self.shard = loader.Shard(first // self.local_rows, rows // self.local_rows)
+    held: dict[int, set[int]] = {}
+    for device, index in sharding.devices_indices_map((rows, 1)).items():
+      held.setdefault(device.process_index, set()).update(range(*index[0].indices(rows)))
+    shares = sorted({tuple(sorted(of)) for of in held.values()})
+    own = tuple(sorted(held[jax.process_index()]))
+    if len(own) * len(shares) != rows or any(len(share) != len(own) for share in shares):
+      raise UserError(
+        f"sharding.acts.B={layout.act_axes('B')} gives processes the rows "
+        f"{' and '.join(map(_shown, shares))} of {rows}, and each loads rows that no other has, or "
+        "all that another has; let mesh.tensor divide the devices of a process, or be a multiple"
+      )
+    self.local_rows = len(own)
+    self.shard = loader.Shard(shares.index(own), len(shares))
 
   @property
   def local_batch(self) -> int:
@@ -50,6 +63,10 @@ class BatchSharder:
     # This transfer is asked for; with several processes JAX takes it for an implicit one.
     with jax.transfer_guard("allow"):
       return jax.make_array_from_process_local_data(sharding, x, shape)
+
+
+def _shown(rows: tuple[int, ...]) -> str:
+  return ",".join(map(str, rows[:4])) + ("..." if len(rows) > 4 else "")
 
 
 class Batches:

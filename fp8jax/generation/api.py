@@ -273,7 +273,8 @@ def load(
     compute_dtype: "float32", "bfloat16", or "auto": bfloat16 on GPUs, float32 on the CPU.
     slots, cache_format, max_length: see Generator.
     stop_tokens: names of further end tokens.
-    data, tensor: devices that sequences, and heads, features and vocabulary, are split over.
+    data, tensor: devices that sequences, and heads, features and vocabulary, are split over. Where
+      `tensor` does not divide the key heads, each device has the keys of all.
     is_invariant: precision.invariant.
     weight_form: see Generator; "values" takes kernels.matmul="dequantized".
 
@@ -295,7 +296,7 @@ def load(
   problems.one_of("weight_form", weight_form, WEIGHT_FORMS)
   problems.extend(checks.of_values(weight_form, ()))
   problems.refuse()
-  layout = problems.attempt(lambda: _layout(data, tensor)) or axes.LOCAL
+  layout = problems.attempt(lambda: _layout(data, tensor, cfg.num_kv_heads)) or axes.LOCAL
   run = ComputeConfig(jax.numpy.dtype(dtype), layout=layout, is_invariant=is_invariant)
   rules = (("head", "bf16"), ("layers/.*", recipe))
   declaration = transformer.site_params(cfg)
@@ -317,7 +318,7 @@ def load(
   )  # fmt: skip
 
 
-def _layout(data: int, tensor: int) -> axes.Layout:
+def _layout(data: int, tensor: int, key_heads: int) -> axes.Layout:
   if data * tensor == 1:
     return axes.LOCAL
   if data * tensor != (count := jax.device_count()):
@@ -326,8 +327,10 @@ def _layout(data: int, tensor: int) -> axes.Layout:
       f"whose product is {count}, or none of them for one device"
     )
   shape = mesh.resolve({"data": data, "fsdp": 1, "tensor": tensor}, jax.device_count())
-  acts = axes.as_rules(registry.at(registry.base(), "sharding.acts"))
-  return axes.Layout(mesh.make(shape), acts=acts).served()
+  acts = dict(registry.at(registry.base(), "sharding.acts"))
+  if key_heads % tensor:
+    acts["G"] = ()
+  return axes.Layout(mesh.make(shape), acts=axes.as_rules(acts)).served()
 
 
 def end_ids(folder: str, tokenizer: Tokenizer, stop_tokens: Sequence[str] = ()) -> list[int]:

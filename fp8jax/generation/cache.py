@@ -35,7 +35,7 @@ from fp8jax.formats import E4M3
 from fp8jax.generation.settings import COMPUTE, FOLDER, ROTATED
 from fp8jax.models.config import ModelConfig
 from fp8jax.ops import collectives
-from fp8jax.ops.attention import attention, cached_attention
+from fp8jax.ops.attention import attention, cached_attention, keys_of_queries
 from fp8jax.quantization import hadamard, quantize
 from fp8jax.recipe.attention import whole_head
 from fp8jax.recipe.quant import WHOLE, Quant
@@ -215,6 +215,9 @@ def _attend(cache: KVCache, q_BLHK, k_BLGK, v_BLGK, positions_BL, implementation
   dtype = q_BLHK.dtype
   q_BLHK = _rotated(q_BLHK, cache.format).astype(dtype)
   k, v = (of.value(dtype, scale) for of, scale in zip((full.k, full.v), scales))
+  layout = cache.layout
+  if not layout.is_manual and layout.act_axes("G") != layout.act_axes("H"):  # all keys are here
+    k, v = (keys_of_queries(x, 1, q_BLHK.shape[2], layout) for x in (k, v))
   return cached_attention(q_BLHK, k, v, positions_BL, implementation), added
 
 

@@ -55,10 +55,11 @@ def of_model(cfg: ModelConfig, run: ComputeConfig) -> list[str]:
       f"model.mixers={cfg.mixers!r}: the KV cache supports one attention mixer per layer; "
       "use 'attention_gqa' and blocks that treat every token by itself"
     )
-  if run.layout.act_axes("H") != run.layout.act_axes("G"):
+  if run.layout.act_axes("G") not in ((), run.layout.act_axes("H")):
     texts.append(
       f"sharding.acts.H={run.layout.act_axes('H')} and sharding.acts.G={run.layout.act_axes('G')}: "
-      "the cache of a device holds the keys of its own queries; split both alike"
+      "the cache of a device holds the keys of its own queries, or all; split both alike, or set "
+      "sharding.acts.G=''"
     )
   if jax.process_count() > 1:
     texts.append(

@@ -37,7 +37,7 @@ def attention(
   Returns:
     [B, L, H, K] in q's dtype; softmax in float32.
   """
-  on_devices = functools.partial(_on_devices, layout, q_BLHK.shape[2], k_BMGK.shape[2])
+  on_devices = functools.partial(_on_devices, layout, k_BMGK.shape[2])
   if recipe is not None:
     local = functools.partial(_quantized, recipe)
     return on_devices(local)(q_BLHK, k_BMGK, v_BMGK, segments_BL)
@@ -76,24 +76,33 @@ def key_heads_per_device(heads: int, key_heads: int, shards: int) -> int:
   return 1 if (heads // key_heads) % own == 0 else own
 
 
-def _on_devices(layout: axes.Layout, heads: int, key_heads: int, local):
+def keys_of_queries(x, axis: int, own: int, layout: axes.Layout):
+  """The key heads that the query heads of this device read, of all; inside a region.
+
+  Args:
+    axis: of the key heads.
+    own: query heads of the device.
+  """
+  over, key_heads = layout.act_axes("H"), x.shape[axis]
+  heads = own * layout.size(over)
+  count = key_heads_per_device(heads, key_heads, heads // own)
+  query_heads = jax.lax.axis_index(over) * own + jnp.arange(count) * (own // count)
+  return jnp.take(x, query_heads * key_heads // heads, axis=axis)
+
+
+def _on_devices(layout: axes.Layout, key_heads: int, local):
   """`local` on the sequences and query heads of each device, with the keys of those queries."""
-  over = layout.act_axes("H")
   queries = layout.act_spec("BLHK")
-  is_split = key_heads % layout.size(over) == 0
+  is_split = key_heads % layout.size(layout.act_axes("H")) == 0
   keys = queries if is_split else PartitionSpec(queries[0])
   specs = (queries, keys, keys, layout.act_spec("BL"))
 
   def of_own(q_BLHK, k_BMGK, v_BMGK, per_token_BL):
-    own = q_BLHK.shape[2]
-    count = key_heads_per_device(heads, key_heads, heads // own)
-    query_heads = jax.lax.axis_index(over) * own + jnp.arange(count) * (own // count)
-    taken = query_heads * key_heads // heads
-    k_BMGK, v_BMGK = (jnp.take(x, taken, axis=2) for x in (k_BMGK, v_BMGK))
+    k_BMGK, v_BMGK = (keys_of_queries(x, 2, q_BLHK.shape[2], layout) for x in (k_BMGK, v_BMGK))
     return local(q_BLHK, k_BMGK, v_BMGK, per_token_BL)
 
-  own_keys = is_split or layout.is_manual
-  return collectives.on_mesh(local if own_keys else of_own, layout, specs, queries)
+  has_own = is_split or layout.is_manual
+  return collectives.on_mesh(local if has_own else of_own, layout, specs, queries)
 
 
 @jax.named_scope("attention")

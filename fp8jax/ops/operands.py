@@ -198,7 +198,7 @@ def _stored(spec: GemmSpec, role: Role, w: StoredMatrix) -> Operand:
   if not collectives.tiles_fit(sizes, free, contracted, quant, spec.layout):
     raise ValueError(
       f"a shard {w.shape} of a weight in codes holds no whole tiles of {w.quant}; take a smaller "
-      "mesh.fsdp, or model.lora.base='bf16'"
+      f"{spec.layout.smaller(letters)}, or model.lora.base='bf16'"
     )
   value = w.matrix(is_turned=is_turned)
   return gathered(value, (free, contracted), sizes, spec.layout, spec.backend(role.gemm))

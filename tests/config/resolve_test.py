@@ -13,12 +13,14 @@ import pytest
 import tokenizers
 
 from configs import base
-from fp8jax.config import identity, resolve
+from fp8jax import axes, params
+from fp8jax.config import identity, layout, resolve
 from fp8jax.data import tokenize
 from fp8jax.jobs import dispatch, table
 from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.kernels.choose import Device
-from fp8jax.models.config import RopeScaling
+from fp8jax.models import presets, transformer
+from fp8jax.models.config import Lora, RopeScaling
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CPU, T4, A100, L4, H200, B200, RTX = (
@@ -221,10 +223,12 @@ MISTAKES = {
   "two open mesh axes": (["mesh data=-1 x fsdp=-1 x tensor=1", "at most one may be -1"],
     {"mesh.data": -1}, 8),
   "heads over devices": (
-    ["model.num_kv_heads = 2 does not divide over 8 devices", "sharding.acts.G", "mesh.tensor"],
+    ["model.num_kv_heads = 2 does not divide over 8 devices", "sharding.acts.G = tensor",
+     "change mesh.tensor, or leave it whole by sharding.weights.G='' and sharding.acts.G=''"],
     {"mesh.fsdp": 1, "mesh.tensor": 8}, 8),
   "width over devices": (
-    ["model.hidden_size = 100 does not divide over 8 devices", "sharding.weights.D", "mesh.fsdp"],
+    ["model.hidden_size = 100 does not divide over 8 devices", "sharding.weights.D = fsdp",
+     "change mesh.fsdp, or leave it whole by sharding.weights.D=''"],
     {"model.hidden_size": 100}, 8),
   "tiles of a layer over devices": (
     ["layers/mlp/up, output F: 384 over 2 devices is 192 per device", "scale tile 128",
@@ -244,6 +248,18 @@ MISTAKES = {
     {"sharding.weights.L": "fsdp"}),
   "split width": (["sharding.acts.D cannot be split; the letters are B, F, G, H, V"],
     {"sharding.acts.D": "tensor"}, 8),
+  "an axis for two letters": (
+    ["sharding.weights.D and sharding.weights.F both name mesh axis 'tensor', and arrays have both "
+     "letters; leave it in one"],
+    {"sharding.weights.D": "('fsdp', 'tensor')"}, 8),
+  "an axis for layers and width": (
+    ["sharding.weights.N and sharding.weights.D both name mesh axis 'fsdp'"],
+    {"sharding.weights.N": "fsdp"}, 8),
+  "an axis twice": (["sharding.weights.D names mesh axis 'fsdp' twice"],
+    {"sharding.weights.D": "fsdp,fsdp"}),
+  "an axis for rows and columns": (
+    ["sharding.acts.B and sharding.acts.F both name mesh axis 'tensor'"],
+    {"sharding.acts.B": "('data', 'tensor')"}, 8),
   "scattered weight": (
     ["sharding.weights.F=('tensor',) must begin with sharding.acts.F=('fsdp',)"],
     {"sharding.acts.F": "fsdp"}, 8),
@@ -406,6 +422,29 @@ def test_mistakes_are_reported_together():
     if key not in ("grad_accum_steps", "mesh.data"):  # said with global_batch, and as a whole mesh
       assert any(f"{key}={value!r}" in line for line in lines), key
   assert any("mesh data=3" in line for line in lines)
+
+
+def test_letters_of_every_parameter_are_of_one_array():
+  for preset in presets.PRESETS.values():
+    adapted = dataclasses.replace(preset, lora=Lora(2, 4.0, ("attn/.*", "mlp/.*"), "bf16"))
+    for path, p in params.flatten(transformer.params(adapted)).items():
+      can_split = set(p.letters) - set("RC")
+      assert any(can_split <= set(of) for of in layout._ARRAYS["weights"]), path
+
+
+def test_axes_of_a_letter_are_a_tuple_or_text():
+  texts = {
+    "A": "fsdp",
+    "B": "('data', 'fsdp')",
+    "C": "data,fsdp",
+    "D": "",
+    "E": "()",
+    "F": "('a',)",
+  }
+  assert dict(axes.as_rules(texts)) == {
+    "A": ("fsdp",), "B": ("data", "fsdp"), "C": ("data", "fsdp"), "D": (), "E": (), "F": ("a",)
+  }  # fmt: skip
+  assert axes.as_rules({"B": ("data", "fsdp"), "A": ()}) == (("A", ()), ("B", ("data", "fsdp")))
 
 
 # --- jobs in process -----------------------------------------------------------------------------

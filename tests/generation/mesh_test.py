@@ -58,9 +58,10 @@ def _placed(params, layout, cfg=CFG):
 
 
 @functools.cache
-def _generator(recipe, shape=None, cfg=CFG, **options):
+def _generator(recipe, shape=None, cfg=CFG, has_all_keys=False, **options):
   """As in training: parameters lie where mesh.fsdp has them too."""
-  layout = axes.Layout(mesh.make(shape), *TABLES) if shape else axes.LOCAL
+  tables = [axes.as_rules(dict(t) | {"G": ()}) for t in TABLES] if has_all_keys else TABLES
+  layout = axes.Layout(mesh.make(shape), *tables) if shape else axes.LOCAL
   rules = ((".*", recipe),)
   keeps_values = options.get("weight_form") == "values"
   backends = site_tree.Backends("dequantized" if keeps_values else "auto")
@@ -130,6 +131,18 @@ def test_a_mesh_gives_the_tokens_and_scores_of_one_device(recipe, shape, options
   assert engine.rows == -(-5 // rows) * rows
 
 
+@pytest.mark.parametrize(
+  "shape, options",
+  [((2, 1, 4), {"cache_format": "e4m3"}), pytest.param((1, 4, 2), {}, marks=SLOW)],
+)
+def test_more_devices_than_key_heads_each_have_all_keys(shape, options):
+  """Queries of four heads and keys of two; a device of four reads one head of keys, of two one."""
+  one, _ = _generator("bf16", None, **options)
+  many, _ = _generator("bf16", shape, has_all_keys=True, **options)
+  assert _tokens(many) == _tokens(one)
+  assert np.abs(_scores(many) - _scores(one)).max() <= 1e-6 * np.abs(_scores(one)).max()
+
+
 @SLOW
 def test_draws_and_buckets_on_a_mesh_are_those_of_one_device():
   lengths = (3, 20, 5, 18, 7, 2, 9, 17, 4)  # two buckets, in turn
@@ -181,17 +194,18 @@ def test_a_configuration_generates_on_its_mesh_without_the_batches_of_training()
 
 
 def test_what_a_mesh_cannot_generate_is_refused(monkeypatch):
-  apart = (*(rule for rule in TABLES[1] if rule[0] != "G"), ("G", ()))
+  apart = axes.as_rules(dict(TABLES[1]) | {"G": ("fsdp",), "B": ()})
   layout = axes.Layout(mesh.make((1, 4, 2)), apart, apart)
   monkeypatch.setattr(jax, "process_count", lambda: 2)
   heads, processes = checks.of_model(CFG, ComputeConfig(layout=layout))
-  assert "sharding.acts.H=('tensor',) and sharding.acts.G=(): the cache" in heads
+  assert "sharding.acts.H=('tensor',) and sharding.acts.G=('fsdp',): the cache" in heads
+  assert "or set sharding.acts.G=''" in heads
   assert processes.startswith("2 processes: prompts are read") and "start one process" in processes
   monkeypatch.undo()
   folder = str(GOLDEN / "llama")
   with pytest.raises(UserError, match="data=3, tensor=1 are 3 devices, and there are 8: give"):
     api.load(folder, data=3)
-  with pytest.raises(UserError, match="num_kv_heads = 2 does not divide over 8 devices"):
+  with pytest.raises(UserError, match="num_heads = 4 does not divide over 8 devices"):
     api.load(folder, tensor=8)
 
 

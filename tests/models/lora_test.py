@@ -306,6 +306,10 @@ def test_settings_that_exclude_adapters_are_refused(changes, words):
   assert words in str(e.value)
 
 
+BLOCKS = {"global_batch": 4, "eval.batch": 4, "model.num_kv_heads": 2, "model.head_dim": 64,
+          "model.lora.base": "block_fp8"}  # fmt: skip
+
+
 @pytest.mark.parametrize("recipe, changes, shape, words", [
   ("block_128", {}, None,
    "attn/q has recipe 'block_128' and model.lora.base='int8_h64' keeps its weight in codes of "
@@ -315,7 +319,10 @@ def test_settings_that_exclude_adapters_are_refused(changes, words):
   ("bf16", {"model.intermediate_size": 96}, None,
    "mlp/down: model.lora.base='int8_h64' rotates blocks of 64, and the product contracts 96"),
   ("bf16", {"global_batch": 4, "eval.batch": 4}, (1, 4, 1),
-   "on this mesh would split tiles of int8 *x* f32 hadamard64 unsigned over devices"),
+   "on this mesh would split tiles of int8 *x* f32 hadamard64 unsigned over devices; take a "
+   "smaller mesh.fsdp, or set"),
+  ("block_128", BLOCKS, (1, 2, 2), "smaller mesh.fsdp or mesh.tensor, or"),
+  ("block_128", BLOCKS, (1, 1, 2), "take a smaller mesh.tensor, or set"),
   ("halo_int8_2_hq", {"global_batch": 2, "eval.batch": 2}, (1, 2, 1), ""),
 ])  # fmt: skip
 def test_a_rotated_base_has_its_recipes_whole_blocks_and_whole_shards(
