@@ -30,7 +30,8 @@ def attention(
     implementation: "xla"; "cudnn" (fused, NVIDIA GPU, 16-bit inputs), where a segment mask becomes
       a [B, 1, L, L] bias; "tokamax" (fused, Hopper, 16-bit inputs), without such an array; or
       "fixed_order" (kernels/attention/fixed_order.py), which has no gradient.
-    layout: of activations, for "tokamax" and a recipe.
+    layout: of activations. XLA splits its own attention; of the others a device has its query heads
+      and the keys that those read.
     recipe: of quantized products, which are emulated (kernels/attention/reference.py) whatever the
       implementation is; None for those of the dtype.
 
@@ -46,22 +47,10 @@ def attention(
     return on_devices(_tokamax)(q_BLHK, k_BMGK, v_BMGK, first_key_BL)
   if implementation == "fixed_order":
     return on_devices(_fixed_order)(q_BLHK, k_BMGK, v_BMGK, segments_BL)
-  dtype = q_BLHK.dtype
-  if implementation == "xla" and dtype == jnp.float16:
-    # JAX asks XLA for F16_F16_F32 products, which XLA:CPU does not have.
-    q_BLHK, k_BMGK, v_BMGK = (x.astype(jnp.float32) for x in (q_BLHK, k_BMGK, v_BMGK))
-  mask = None
-  if segments_BL is not None:
-    mask = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
-  return jax.nn.dot_product_attention(
-    q_BLHK,
-    k_BMGK,
-    v_BMGK,
-    mask=mask,
-    is_causal=True,
-    scale=q_BLHK.shape[-1] ** -0.5,
-    implementation=implementation,
-  ).astype(dtype)
+  local = functools.partial(_of_jax, implementation)
+  if implementation == "cudnn" and layout.act_axes("H") != layout.act_axes("G"):
+    local = on_devices(local)  # its partitioner takes queries and keys that are split alike
+  return local(q_BLHK, k_BMGK, v_BMGK, segments_BL)
 
 
 def key_heads_per_device(heads: int, key_heads: int, shards: int) -> int:
@@ -129,6 +118,20 @@ def cached_attention(q_BLHK, k_BGMK, v_BGMK, positions_BL, implementation: Imple
 
   on_cpu = functools.partial(few_queries.summed_in_float32, mask=mask)
   return jax.lax.platform_dependent(q_BLHK, k_BMGK, v_BMGK, cpu=on_cpu, default=attend)
+
+
+def _of_jax(implementation, q_BLHK, k_BMGK, v_BMGK, segments_BL):
+  dtype = q_BLHK.dtype
+  if implementation == "xla" and dtype == jnp.float16:
+    # JAX asks XLA for F16_F16_F32 products, which XLA:CPU does not have.
+    q_BLHK, k_BMGK, v_BMGK = (x.astype(jnp.float32) for x in (q_BLHK, k_BMGK, v_BMGK))
+  mask = None
+  if segments_BL is not None:
+    mask = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
+  scale = q_BLHK.shape[-1] ** -0.5
+  return jax.nn.dot_product_attention(
+    q_BLHK, k_BMGK, v_BMGK, mask=mask, is_causal=True, scale=scale, implementation=implementation
+  ).astype(dtype)
 
 
 def _fixed_order(q_BLHK, k_BMGK, v_BMGK, segments_BL):

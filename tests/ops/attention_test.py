@@ -141,7 +141,15 @@ def _plain(q, k, v, first_key):
        "two axes", "keys alone", "keys elsewhere", "sequences"],
 )  # fmt: skip
 def test_a_device_has_the_keys_of_its_own_queries(rng, monkeypatch, heads, shape, acts):
+  seen, plain = [], attention_lib._of_jax
+
+  def of_jax(implementation, q, *args):
+    """cuDNN's on a CPU, with the heads that it is given."""
+    seen.extend([q.shape[2]] if implementation == "cudnn" else ())
+    return plain("xla", q, *args)
+
   monkeypatch.setattr(attention_lib, "_tokamax", _plain)
+  monkeypatch.setattr(attention_lib, "_of_jax", of_jax)
   devices = jax.devices()[: shape[0] * shape[1] * shape[2]]
   layout = axes.Layout(mesh.make(shape, devices), (), axes.as_rules(acts))
   q, g, k, v = (
@@ -154,7 +162,10 @@ def test_a_device_has_the_keys_of_its_own_queries(rng, monkeypatch, heads, shape
     out, pull = jax.vjp(lambda *of: attention(*of, segments, by, where), *arrays)
     return out, *pull(jnp.asarray(g))
 
-  got = run("tokamax", layout, q, k, v)
-  np.testing.assert_allclose(got[0], _loops(q, k, v, segments), atol=1e-5)
-  for ours, one_device in zip(got, run("xla", axes.LOCAL, q, k, v), strict=True):
-    np.testing.assert_allclose(ours, one_device, atol=1e-5)
+  want, shards = run("xla", axes.LOCAL, q, k, v), layout.size(layout.act_axes("H"))
+  np.testing.assert_allclose(want[0], _loops(q, k, v, segments), atol=1e-5)
+  for by in ("tokamax", "cudnn"):
+    for ours, one_device in zip(run(by, layout, q, k, v), want, strict=True):
+      np.testing.assert_allclose(ours, one_device, atol=1e-5)
+  is_alike = layout.act_axes("H") == layout.act_axes("G")  # XLA's partitioner splits those
+  assert seen == [heads[0] if is_alike else heads[0] // shards]
