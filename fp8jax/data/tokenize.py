@@ -199,6 +199,8 @@ class Tokenizer(reading.Reopened):
 
   def is_of(self, folder: str) -> bool:
     """Whether a folder's tokenizer gives the same ids; a folder without one is of bytes."""
+    if self.path == folder:
+      return True
     has_file = os.path.exists(os.path.join(hub.local(folder), "tokenizer.json"))
     if not has_file or self.path == BYTES:
       return has_file == (self.path != BYTES)
