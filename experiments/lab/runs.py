@@ -47,7 +47,7 @@ _COPIES = ("memory.save_norm_inputs", "memory.save_gate_up")
 _COAT = (("optim.moment_format", "coat"), *((key, "e4m3_16") for key in _COPIES))
 _TRILLION = (("optim.master_format", "f16"), ("optim.moment_format", "tensor_e4m3_e5m2"),
              ("precision.smooth_swiglu", "channel"))  # fmt: skip
-_SAGE, _QK_NORM = ("precision.attention", "sage_bwd"), ("model.qk_norm", True)
+_SAGE, _QK_NORM = ("precision.attention", "sage_bwd"), ("model.preset", "debug_qk_norm")
 _O2 = (("optim.master_format", "f16"), ("optim.grad_format", "e4m3"),
        ("optim.moment_format", "fp8lm"))  # fmt: skip
 
