@@ -12,7 +12,7 @@ Notation in docstrings: A[M, K_tensor] . B[K_tensor, N] -> C[M, N] {sum over ten
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,10 +90,13 @@ class Layout:
       return 1
     return math.prod(self.mesh.shape[a] for a in axes)
 
-  def smaller(self, letters: str) -> str:
-    """Keys of the mesh axes that split a weight of these letters: "mesh.fsdp or mesh.tensor"."""
-    split = dict.fromkeys(axis for letter in letters for axis in self.weight_axes(letter))
-    return " or ".join(f"mesh.{axis}" for axis in split if self.size((axis,)) > 1)
+  def weight_axes_of(self, letters: str) -> tuple[str, ...]:
+    """Mesh axes over which any of `letters` of a weight at rest is split."""
+    return tuple(axis for letter in letters for axis in self.weight_axes(letter))
+
+  def smaller(self, over: Sequence[str]) -> str:
+    """The keys of those axes that split something: "mesh.fsdp or mesh.tensor"."""
+    return " or ".join(f"mesh.{axis}" for axis in dict.fromkeys(over) if self.size((axis,)) > 1)
 
   def served(self) -> "Layout":
     """This layout for generation: a weight lies as its product needs it, and is never gathered."""

@@ -117,7 +117,7 @@ def check(c, model, declaration, recipes, layout: axes.Layout, microbatch, probl
   sites, trains = transformer.site_params(model), "global_batch" in needs.batches
   tokens = microbatch * c.seq_len // (layout.size(layout.act_axes("B")) if trains else 1)
   for phase in recipes.phases:
-    problems.extend(find_broken_rotations(sites, model.dims, phase.rules, tokens))
+    problems.extend(find_broken_rotations(sites, model.dims, phase.rules, layout, tokens))
   if layout.mesh is None:
     return
   rules = [phase.rules for phase in recipes.phases]
@@ -200,31 +200,38 @@ def find_misaligned_tiles(
   return problems
 
 
-def find_broken_rotations(declaration, dims, rules, tokens: int) -> list[str]:
+def find_broken_rotations(
+  declaration, dims, rules, layout: axes.Layout, tokens: int | None
+) -> list[str]:
   """Hadamard blocks that do not divide what they rotate, in words.
 
   Args:
-    tokens: tokens of a GEMM on one device.
+    tokens: tokens of a GEMM on one device; None: forward products of any number of them.
   """
   problems = []
   sites = site_tree.find_sites(declaration)
   for path, name in _distinct(sites, dims, rules):
     recipe = rules_lib.recipe_by_name(name)
-    contracted, produced = (math.prod(dims[c] for c in part) for part in sites[path].gemm_letters)
-    extents = {"fwd": (tokens, produced, contracted), "dgrad": (tokens, contracted, produced)}
-    for which, (rows, columns, k) in (extents | {"wgrad": (contracted, produced, tokens)}).items():
-      gemm = getattr(recipe, which)
-      rotations = (
-        (gemm.lhs and gemm.lhs.rotation, "contracts", k),
-        (gemm.rotate_rows[0], "has rows", rows),
-        (gemm.rotate_rows[1], "gives", columns),
-      )
+    widths, change = [], f"give {path} another recipe"
+    for part in sites[path].gemm_letters:
+      over = layout.act_axes_of(part)
+      smaller = layout.smaller(over)
+      extent = math.prod(dims[c] for c in part) // layout.size(over)
+      widths.append((extent, f"take a smaller {smaller}, or {change}" if smaller else change))
+    (k, n), m = widths, (tokens, f"change global_batch or seq_len, or {change}")
+    extents = {"fwd": (m, n, k), "dgrad": (m, k, n), "wgrad": (k, n, m)}
+    for which in ("fwd",) if tokens is None else extents:
+      gemm, (rows, columns, contraction) = getattr(recipe, which), extents[which]
+      rotations = dict.fromkeys((
+        *((quant and quant.rotation, "contracts", *contraction) for quant in (gemm.lhs, gemm.rhs)),
+        (gemm.rotate_rows[0], "has rows", *rows),
+        (gemm.rotate_rows[1], "gives", *columns),
+      ))  # fmt: skip
       problems += [
         f"{path}, {which}: recipe {name!r} rotates blocks of {rotation.size} and the product "
-        f"{verb} {extent} on a device, no multiple of it; change global_batch or seq_len, or give "
-        f"{path} another recipe"
-        for rotation, verb, extent in rotations
-        if rotation and extent % rotation.size
+        f"{verb} {extent} on a device, no multiple of it; {fix}"
+        for rotation, verb, extent, fix in rotations
+        if rotation and extent is not None and extent % rotation.size
       ]
   return problems
 

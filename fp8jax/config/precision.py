@@ -105,10 +105,11 @@ def frozen_problems(
         elif (recipe.is_quantized or rotation) and not _tiles_are_whole(
           declared[path], model, layout, stored
         ):
-          smaller = layout.smaller("".join(declared[path].gemm_letters))
+          letters = "".join(declared[path].gemm_letters)
           problems.append(
             f"{path}: {base} on this mesh would split tiles of {stored} over devices; take a "
-            f"smaller {smaller}, or set model.lora.base='bf16'"
+            f"smaller {layout.smaller(layout.weight_axes_of(letters))}, or set "
+            "model.lora.base='bf16'"
           )
   return list(dict.fromkeys(problems))
 

@@ -302,6 +302,8 @@ def load(
   declaration = transformer.site_params(cfg)
   of_model = (transformer.params(cfg), declaration, cfg)
   problems.extend(layout_checks.uneven(*of_model, [rules], layout, None))
+  of_sites = (declaration, cfg.dims, rules, layout, None)
+  problems.extend(layout_checks.find_broken_rotations(*of_sites))
   problems.refuse()
   matmul = "dequantized" if weight_form == VALUES else "auto"
   backends = site_tree.Backends(matmul, device, slots // data)

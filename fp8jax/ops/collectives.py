@@ -14,7 +14,7 @@ from fp8jax import axes, params
 from fp8jax.formats import E2M1, E4M3
 from fp8jax.quantization import quantized_tensor, scaled_matrix
 from fp8jax.recipe.gemm import Recipe
-from fp8jax.recipe.quant import WHOLE, Quant, Scale
+from fp8jax.recipe.quant import WHOLE, Hadamard, Quant, Scale
 
 
 def sum_over(y, layout: axes.Layout, contracted: str):
@@ -66,20 +66,25 @@ def gather_scaled(
 
 
 def tiles_fit(
-  sizes: Mapping[str, int], free: str, contracted: str, quant: Quant, layout: axes.Layout
-) -> bool:
-  """Whether a shard of a weight holds whole scale tiles, so that it can be quantized first.
+  sizes: Mapping[str, int], free: str, contracted: str, quant: Quant, layout: axes.Layout,
+  rows: Hadamard | None,
+) -> bool:  # fmt: skip
+  """Whether a shard of a weight holds whole scale tiles and rotated blocks, so that it can be
+  quantized first.
 
   Args:
     sizes: letter -> size of the shard.
     free, contracted: letters of the matrix's rows and of its contraction.
+    rows: how its rows are rotated.
   """
-  for group, tile in zip((free, contracted), quant.tile):
+  rotations = (rows, quant.rotation)
+  for group, tile, rotation in zip((free, contracted), quant.tile, rotations, strict=True):
+    block = math.lcm(1 if tile == WHOLE else tile, rotation.size if rotation else 1)
     is_split = [bool(extra_axes(layout, c)) for c in group]
     if not any(is_split):
       continue
     # Only the slowest letter's shards are contiguous in the flattened axis.
-    if any(is_split[1:]) or (tile != WHOLE and math.prod(sizes[c] for c in group) % tile):
+    if any(is_split[1:]) or math.prod(sizes[c] for c in group) % block:
       return False
   return True
 
@@ -181,12 +186,12 @@ def gathers_quantized(
 ) -> bool | None:
   """Whether a weight split for storage is gathered quantized; None if nothing is gathered.
 
-  False costs two to four times the bytes: the shard holds no whole number of scale tiles.
+  False costs two to four times the bytes: the shard holds no whole scale tiles, or rotated blocks.
   """
   contracted, produced = param.gemm_letters
   letters = contracted + produced
   if not any(extra_axes(layout, c) for c in letters):
     return None
   shard = {c: dims[c] // layout.size(layout.weight_axes(c)) for c in letters}
-  rhs = recipe.fwd.rhs
-  return rhs is not None and tiles_fit(shard, produced, contracted, rhs, layout)
+  rhs, rows = recipe.fwd.rhs, recipe.fwd.rotate_rows[1]
+  return rhs is not None and tiles_fit(shard, produced, contracted, rhs, layout, rows)

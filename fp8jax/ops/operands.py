@@ -82,8 +82,8 @@ def operand(
 
   matrix, contraction = flatten(t, letters, free, contracted, batch)
   sizes = dict(zip(letters, t.shape))
-  quant = quantizer.quant
-  if quant is None or batch or not collectives.tiles_fit(sizes, free, contracted, quant, layout):
+  quant, place = quantizer.quant, (layout, spec.rows_rotation(role))
+  if quant is None or batch or not collectives.tiles_fit(sizes, free, contracted, quant, *place):
     # Without a Quant the compute dtype travels, else the master: straddling tiles need all of it.
     t = scaled_matrix.taken(t)
     t = collectives.gather_weight(t.astype(dtype) if quant is None else t, letters, layout)
@@ -195,10 +195,10 @@ def _stored(spec: GemmSpec, role: Role, w: StoredMatrix) -> Operand:
     )
   local = spec.local_sizes()  # what is quantized for inference lies like an activation
   sizes = dict(zip(letters, w.shape)) if w.weight_shape is None else {c: local[c] for c in letters}
-  if not collectives.tiles_fit(sizes, free, contracted, quant, spec.layout):
+  if not collectives.tiles_fit(sizes, free, contracted, quant, spec.layout, rows):
     raise ValueError(
       f"a shard {w.shape} of a weight in codes holds no whole tiles of {w.quant}; take a smaller "
-      f"{spec.layout.smaller(letters)}, or model.lora.base='bf16'"
+      f"{spec.layout.smaller(spec.layout.weight_axes_of(letters))}, or model.lora.base='bf16'"
     )
   value = w.matrix(is_turned=is_turned)
   return gathered(value, (free, contracted), sizes, spec.layout, spec.backend(role.gemm))

@@ -64,10 +64,12 @@ def cotangent(spec: GemmSpec, role: Role, t, d, inputs: ScalingInputs, dtype, la
 
   def local(t, d):
     batch, sizes = spec.letters.batch, dict(zip(letters, t.shape))
-    if role.tensor == "w" and not collectives.tiles_fit(sizes, free, contracted, quant, layout):
+    place = layout, spec.rows_rotation(role)
+    if role.tensor == "w" and not collectives.tiles_fit(sizes, free, contracted, quant, *place):
       raise ValueError(
         f"recipe {spec.recipe.name!r} estimates the gradient of {spec.name!r} by scales of "
-        f"{quant.tile}, and a shard {t.shape} holds no whole tiles; take a smaller mesh.fsdp"
+        f"{quant.tile}, and a shard {t.shape} holds no whole tiles or rotated blocks; take a "
+        f"smaller {layout.smaller([a for of in amax_axes for a in of])}"
       )
     matrix, contraction = operands.flatten(t, letters, free, contracted, batch)
     gradient, _ = operands.flatten(d[0] if later else d, letters, free, contracted, batch)

@@ -189,7 +189,9 @@ def _takes_one_reading(spec: GemmSpec, w) -> bool:
   quants = [cast(Quant, spec.quant(role)) for role in ROLES]
   return all(
     quant.tile[0] not in (1, WHOLE)
-    and collectives.tiles_fit(sizes, *spec.letters_of(role)[1:], quant, layout)
+    and collectives.tiles_fit(
+      sizes, *spec.letters_of(role)[1:], quant, layout, spec.rows_rotation(role)
+    )
     for role, quant in zip(ROLES, quants)
   )
 

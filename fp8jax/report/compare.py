@@ -27,6 +27,10 @@ WINDOW, _WINDOW_SHARE = 32, 8
 _LAST_STEPS = 8
 
 
+# Sections of keys that say how a program runs.
+_PLACE = ("memory.", "kernels.", "mesh.", "sharding.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
   """A quantity of an arm relative to the baseline, in percent.
@@ -150,7 +154,7 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
     lost = int((~np.isfinite(r.curves["loss"].values)).sum())
     if lost and not has_diverged(r):
       notes.append(f"{r.name}: {lost} steps without a finite loss, left out")
-  members = _members(runs, config)
+  members = _once(_members(runs, config), notes)
   arms = sorted({m.arm for m in members})
   if not baseline and members:
     baseline = UNQUANTIZED if UNQUANTIZED in arms else members[0].arm
@@ -194,29 +198,42 @@ def _differing(runs: Sequence[RunFiles]) -> dict[str, dict[str, Any]]:
 
 
 def _members(runs: Sequence[RunFiles], config: Mapping[str, Mapping[str, Any]]) -> list[Member]:
-  """Arms by recipe, told apart further where another key of the precision differs within one."""
+  """Arms by recipe, told apart further where another key that alters results differs within one.
+
+  How a program runs may differ between arms: kernels of a recipe are its own. Where it differs for
+  one seed of an arm, it is a setting.
+  """
   read = set().union(*map(_keys_read, runs))
   varied = [
     k for k in config
     if k != "seed" and (registry.affects(k) is not Affects.NOTHING or k in read)
   ]  # fmt: skip
-  settings = [k for k in varied if not k.startswith(("precision.", "memory.", "kernels.", "mesh."))]
-  members = []
-  for run in runs:
-    same = [r for r in runs if r.recipe == run.recipe]
-    details = [
-      k for k in varied
-      if k.startswith("precision.") and any(r.resolved.get(k) != run.resolved.get(k) for r in same)
-    ]  # fmt: skip
-    members.append(
-      Member(
-        run,
-        " ".join([run.recipe, *_said(run, details)]),
-        ", ".join(_said(run, settings)),
-        int(run.resolved.get("seed", 0)),
-      )  # fmt: skip
-    )
-  return members
+  of_place = [k for k in varied if k.startswith(_PLACE)]
+  alters = [k for k in of_place if registry.affects(k, [*config[k].values()]) is Affects.RESULT]
+  told = [k for k in varied if k.startswith("precision.") or k in alters]
+  settings = [k for k in varied if k not in (*of_place, *told)]
+  alike: dict[tuple[str, str, int], list[RunFiles]] = {}
+  for m in (_member(run, runs, told, settings) for run in runs):
+    alike.setdefault((m.arm, m.setting, m.seed), []).append(m.run)
+  within = [k for k in of_place if any(k in _differing(of) for of in alike.values())]
+  return [_member(run, runs, told, [*settings, *within]) for run in runs]
+
+
+def _member(run: RunFiles, runs: Sequence[RunFiles], told, settings: Sequence[str]) -> Member:
+  same = [r for r in runs if r.recipe == run.recipe]
+  details = [k for k in told if any(r.resolved.get(k) != run.resolved.get(k) for r in same)]
+  arm = " ".join([run.recipe, *_said(run, details)])
+  return Member(run, arm, ", ".join(_said(run, settings)), int(run.resolved.get("seed", 0)))
+
+
+def _once(members: Sequence[Member], notes: list[str]) -> list[Member]:
+  """The members without a second run of an arm, setting and seed, which is no second sample."""
+  first: dict[tuple[str, str, int], Member] = {}
+  for m in members:
+    one = first.setdefault((m.arm, m.setting, m.seed), m)
+    if one is not m:
+      notes.append(f"{m.run.workdir}: as {one.run.workdir} in arm, settings and seed, left out")
+  return [*first.values()]
 
 
 def _keys_read(run: RunFiles) -> set[str]:

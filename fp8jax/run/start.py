@@ -43,8 +43,8 @@ def site_rows(spec: TrainSpec, phase: int = 0) -> list[dict[str, Any]]:
     notes = set()
     if quantized is False and site.recipe.fwd.is_quantized:
       notes.add(
-        "FP8 weight gathers: a shard of some weights holds no whole scale tile, so that the "
-        "float32 master is gathered; choose mesh.fsdp so that every tile stays whole"
+        "FP8 weight gathers: a shard of some weights holds no whole scale tile, or rotated block, "
+        "so that the float32 master is gathered; choose mesh.fsdp so that every one stays whole"
       )
     for which in PASSES:
       problem = choose.GemmProblem(*size.of(which), getattr(site.recipe, which), spec.device)

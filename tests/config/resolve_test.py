@@ -238,6 +238,16 @@ MISTAKES = {
     ["tokens of its weight gradient", "is 64 per device", "scale tile 128",
      "global_batch / grad_accum_steps x seq_len per device"],
     {"seq_len": 64}, 8),
+  "rotated blocks over devices": (
+    ["layers/attn/o, fwd: recipe 'halo_int8_2' rotates blocks of 64 and the product contracts 32 "
+     "on a device", "take a smaller mesh.tensor, or give layers/attn/o another recipe"],
+    TILED | {"precision.rules": (("layers/.*", "halo_int8_2"), (".*", "bf16")), "mesh.tensor": 4,
+             "mesh.fsdp": 2, "model.head_dim": 32}, 8),
+  "rotated blocks of tokens": (
+    ["layers/mlp/up, wgrad: recipe 'nvfp4_eden' rotates blocks of", "contracts 96 on a device",
+     "change global_batch or seq_len, or give layers/mlp/up another recipe"],
+    TILED | {"precision.rules": (("layers/.*", "nvfp4_eden"), (".*", "bf16")), "seq_len": 48,
+             "global_batch": 2, "eval.batch": 2}),
   "mesh axis": (["sharding.weights.D names mesh axis 'fsdb'", "data, fsdp, tensor"],
     {"sharding.weights.D": "fsdb"}, 8),
   "mesh axis of the batch": (["sharding.acts.B names mesh axis 'dta'"],

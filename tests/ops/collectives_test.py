@@ -42,5 +42,23 @@ def test_scales_are_made_before_gathering_where_shards_hold_whole_tiles(
   contracted, sizes, tile, fits
 ):
   layout = axes.Layout(mesh.make((2, 4, 1)), (("D", ("fsdp",)),), (("B", ("data",)),))
-  quant = types.SimpleNamespace(tile=(1, tile))
-  assert collectives.tiles_fit({"V": 8, **sizes}, "V", contracted, quant, layout) == fits
+  quant = types.SimpleNamespace(tile=(1, tile), rotation=None)
+  assert collectives.tiles_fit({"V": 8, **sizes}, "V", contracted, quant, layout, None) == fits
+
+
+@pytest.mark.parametrize(
+  "size, tile, contracted, rows, fits",
+  [(96, WHOLE, 64, None, False), (128, WHOLE, 64, None, True), (96, 16, 64, None, False),
+   (96, 16, 32, None, True), (96, 96, 64, None, False), (192, 96, 64, None, True),
+   (96, 16, None, 64, True), (96, 1, None, None, True)],
+)  # fmt: skip
+def test_shards_hold_whole_rotated_blocks_too(size, tile, contracted, rows, fits):
+  """Along the contraction, which is split; and along rows, where they are."""
+  layout = axes.Layout(mesh.make((2, 4, 1)), (("D", ("fsdp",)),), (("B", ("data",)),))
+  of = {n: n and types.SimpleNamespace(size=n) for n in (contracted, rows)}
+  quant = types.SimpleNamespace(tile=(1, tile), rotation=of[contracted])
+  place = layout, of[rows]
+  assert collectives.tiles_fit({"V": 8, "D": size}, "V", "D", quant, *place) == fits
+  turned = types.SimpleNamespace(tile=(tile, 1), rotation=of[rows])
+  place = layout, of[contracted]
+  assert collectives.tiles_fit({"V": 8, "D": size}, "D", "V", turned, *place) == fits

@@ -68,15 +68,32 @@ def test_on_a_mesh_they_are_what_they_are_on_one_device(rng, recipe, monkeypatch
     np.testing.assert_allclose(got, want, rtol=0, atol=bound)
 
 
-def _normal(rng):
-  x, w, g = (rng.standard_normal(s).astype(F32) for s in ((8, 64, 256), (256, 256), (8, 64, 256)))
+@pytest.mark.parametrize(
+  "name, of_w, f, d",
+  [
+    ("halo_int8_2", dict(F=("tensor", "fsdp")), 384, 128),
+    pytest.param("nvfp4_eden", dict(D="fsdp", F="tensor"), 128, 192, marks=pytest.mark.slow),
+  ],
+)
+def test_shards_with_parts_of_rotated_blocks_are_gathered_first(rng, monkeypatch, name, of_w, f, d):
+  """A shard has 96 rows, or columns, of blocks of 64."""
+  same_bits = lambda key, shape, dtype: jnp.full(shape, BITS, dtype)  # noqa: E731
+  monkeypatch.setattr(jax.random, "bits", same_bits)
+  run, placed, tensors = _on_mesh(PAPERS[name], _normal(rng, f, d), of_w)
+  for got, want in zip(run(True, *placed), run(False, *tensors), strict=True):
+    bound = 2 * tolerances.FLOAT32_SUM * np.abs(want).max()
+    np.testing.assert_allclose(got, want, rtol=0, atol=bound)
+
+
+def _normal(rng, f=256, d=256):
+  x, w, g = (rng.standard_normal(s).astype(F32) for s in ((8, 64, f), (f, d), (8, 64, d)))
   x[..., 7] *= 20
   return x, w, g
 
 
-def _on_mesh(recipe: Recipe, tensors):
+def _on_mesh(recipe: Recipe, tensors, of_w=None):
   """(run(is_split, x, w, g, key=None) -> (y, dx, dw), the tensors on eight devices, the tensors)"""
-  eqn, of_w = "BLF,FD->BLD", axes.as_rules(dict(D="fsdp", F="tensor"))
+  eqn, of_w = "BLF,FD->BLD", axes.as_rules(of_w or dict(D="fsdp", F="tensor"))
   acts = axes.as_rules(dict(B=("data", "fsdp"), F="tensor"))
   layout = axes.Layout(mesh.make((2, 2, 2)), of_w, acts)
   site = with_amaxes(site_lib.single(recipe), [np.abs(t).max() for t in tensors])

@@ -229,6 +229,66 @@ def test_runs_that_cannot_be_paired_are_named(tmp_path):
     compare.compare(paths, "x")
 
 
+def _runs(tmp_path, *rows):
+  """Of (name, recipe, seed, percent above BASE, seconds of a step, changes)."""
+  return [
+    run_files.write_steps(tmp_path / name, (BASE * (1 + more / 100)).tolist(), recipe, seed, time,
+                          **changes)
+    for name, recipe, seed, more, time, changes in rows
+  ]  # fmt: skip
+
+
+def test_where_a_seed_ran_is_a_setting_and_no_second_seed(tmp_path):
+  one, four = {"mesh.fsdp": 1}, {"mesh.fsdp": 4}
+  paths = _runs(
+    tmp_path, ("a", "bf16", 0, 0, 1.0, one), ("b", "bf16", 0, 0, 0.5, four),
+    ("c", "mxfp8", 0, 0.1, 3.0, one), ("d", "mxfp8", 0, 0.3, 1.0, four),
+  )  # fmt: skip
+  for order in (paths, [paths[1], paths[0], paths[3], paths[2]]):
+    found = compare.compare(order)
+    rows = {r.setting: r.estimate for r in found.rows if r.quantity == "training"}
+    assert {k: len(e.by_seed) for k, e in rows.items()} == {"fsdp=1": 1, "fsdp=4": 1}
+    assert rows["fsdp=1"].mean == pytest.approx(0.1) and rows["fsdp=4"].mean == pytest.approx(0.3)
+    assert {e.verdict for e in rows.values()} == {"no verdict: too short"} and not found.notes
+  alone = compare.compare(paths[:3])  # of four devices there is the baseline alone
+  assert {(r.setting, r.arm) for r in alone.rows} == {("fsdp=1", "mxfp8")}
+
+
+def test_seeds_of_an_arm_may_have_run_in_different_places(tmp_path):
+  paths = _runs(
+    tmp_path, ("a", "bf16", 0, 0, 1.0, {"mesh.fsdp": 1, "kernels.matmul": "xla"}),
+    ("b", "mxfp8", 0, 0.1, 1.0, {"mesh.fsdp": 1, "kernels.matmul": "reference"}),
+    ("c", "bf16", 1, 0, 1.0, {"mesh.fsdp": 4, "kernels.matmul": "xla"}),
+    ("d", "mxfp8", 1, 0.3, 1.0, {"mesh.fsdp": 4, "kernels.matmul": "reference"}),
+  )  # fmt: skip
+  (row,) = [r for r in compare.compare(paths).rows if r.quantity == "training"]
+  assert row.setting == "" and row.estimate.by_seed == pytest.approx((0.1, 0.3))
+
+
+@pytest.mark.parametrize("key, values", [
+  ("memory.save_gate_up", ("none", "e4m3_16")), ("kernels.matmul", ("auto", "emulated_sm90")),
+])  # fmt: skip
+def test_keys_that_alter_results_tell_arms_apart(tmp_path, key, values):
+  rows = [("a", "bf16", 0, 0, 1.0, {key: values[0]})]
+  rows += [(v, "mxfp8", 0, i, 1.0, {key: v}) for i, v in enumerate(values)]
+  found = compare.compare(_runs(tmp_path, *rows))
+  got = {r.arm: r.estimate.by_seed for r in found.rows if r.quantity == "training"}
+  name = key.partition(".")[2]
+  assert set(got) == {f"mxfp8 {name}={v}" for v in values}
+  assert all(len(by_seed) == 1 for by_seed in got.values())
+
+
+def test_a_run_that_is_named_twice_or_repeated_is_one_sample(tmp_path):
+  paths = folders(tmp_path, (0.1, 0.3))
+  again = _runs(tmp_path, ("again", "block_128", 1, 5, 1.0, {"log.every": 7}))
+  found = compare.compare([*paths, paths[1], *again])
+  (row,) = [r for r in found.rows if r.quantity == "training"]
+  assert row.estimate.by_seed == pytest.approx((0.1, 0.3))
+  said = [n for n in found.notes if n.endswith("in arm, settings and seed, left out")]
+  assert len(said) == 2 and str(paths[1]) in said[0] and f"as {paths[3]}" in said[1]
+  assert len(found.members) == 4
+
+
 @pytest.mark.parametrize("policies", [(), ("lower_rate()",)])
 def test_runs_whose_policies_saw_other_evaluations_are_not_paired(tmp_path, policies):
   """Without a policy the interval of evaluations changes no loss: any two are a pair."""
