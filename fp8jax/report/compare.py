@@ -210,18 +210,18 @@ def _members(runs: Sequence[RunFiles], config: Mapping[str, Mapping[str, Any]]) 
   ]  # fmt: skip
   of_place = [k for k in varied if k.startswith(_PLACE)]
   alters = [k for k in of_place if registry.affects(k, [*config[k].values()]) is Affects.RESULT]
-  told = [k for k in varied if k.startswith("precision.") or k in alters]
-  settings = [k for k in varied if k not in (*of_place, *told)]
+  apart = [k for k in varied if k.startswith("precision.") or k in alters]
+  settings = [k for k in varied if k not in (*of_place, *apart)]
   alike: dict[tuple[str, str, int], list[RunFiles]] = {}
-  for m in (_member(run, runs, told, settings) for run in runs):
+  for m in (_member(run, runs, apart, settings) for run in runs):
     alike.setdefault((m.arm, m.setting, m.seed), []).append(m.run)
   within = [k for k in of_place if any(k in _differing(of) for of in alike.values())]
-  return [_member(run, runs, told, [*settings, *within]) for run in runs]
+  return [_member(run, runs, apart, [*settings, *within]) for run in runs]
 
 
-def _member(run: RunFiles, runs: Sequence[RunFiles], told, settings: Sequence[str]) -> Member:
+def _member(run: RunFiles, runs: Sequence[RunFiles], apart, settings: Sequence[str]) -> Member:
   same = [r for r in runs if r.recipe == run.recipe]
-  details = [k for k in told if any(r.resolved.get(k) != run.resolved.get(k) for r in same)]
+  details = [k for k in apart if any(r.resolved.get(k) != run.resolved.get(k) for r in same)]
   arm = " ".join([run.recipe, *_said(run, details)])
   return Member(run, arm, ", ".join(_said(run, settings)), int(run.resolved.get("seed", 0)))
 
