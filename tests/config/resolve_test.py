@@ -21,6 +21,8 @@ from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.kernels.choose import Device
 from fp8jax.models import presets, transformer
 from fp8jax.models.config import Lora, RopeScaling
+from fp8jax.recipe.library import RECIPES
+from fp8jax.recipe.papers import PAPERS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CPU, T4, A100, L4, H200, B200, RTX = (
@@ -440,6 +442,20 @@ def test_letters_of_every_parameter_are_of_one_array():
     for path, p in params.flatten(transformer.params(adapted)).items():
       can_split = set(p.letters) - set("RC")
       assert any(can_split <= set(of) for of in layout._ARRAYS["weights"]), path
+
+
+def test_generation_rotates_in_forward_products_alone():
+  """Widths of 32 hold no block of 64; tokens are any number."""
+  model = dataclasses.replace(presets.DEBUG, hidden_size=32, intermediate_size=32, head_dim=8)
+  said = {}
+  for name in RECIPES | PAPERS:
+    at = (transformer.site_params(model), model.dims, (("layers/.*", name), (".*", "bf16")))
+    for tokens in (None, 96):
+      texts = layout.find_broken_rotations(*at, axes.LOCAL, tokens)
+      said[name, tokens] = {text.partition(":")[0].rpartition(" ")[2] for text in texts}
+  assert said["halo_int8_2", None] == {"fwd"} and said["nvfp4_eden", None] == set()
+  assert said["nvfp4_eden", 96] == {"dgrad", "wgrad"}
+  assert all(of <= {"fwd"} for (_, tokens), of in said.items() if tokens is None)
 
 
 def test_axes_of_a_letter_are_a_tuple_or_text():

@@ -143,6 +143,12 @@ def test_more_devices_than_key_heads_each_have_all_keys(shape, options):
   assert np.abs(_scores(many) - _scores(one)).max() <= 1e-6 * np.abs(_scores(one)).max()
 
 
+def test_a_folder_is_split_over_more_devices_than_it_has_key_heads():
+  table = {n: api._layout(2, 4, n).act_axes("G") for n in (1, 2, 4, 6, 8)}
+  assert table == {1: (), 2: (), 4: ("tensor",), 6: (), 8: ("tensor",)}
+  assert api._layout(2, 4, 2).weight_axes("G") == () and api._layout(1, 1, 3) == axes.LOCAL
+
+
 @SLOW
 def test_draws_and_buckets_on_a_mesh_are_those_of_one_device():
   lengths = (3, 20, 5, 18, 7, 2, 9, 17, 4)  # two buckets, in turn

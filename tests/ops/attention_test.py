@@ -169,3 +169,27 @@ def test_a_device_has_the_keys_of_its_own_queries(rng, monkeypatch, heads, shape
       np.testing.assert_allclose(ours, one_device, atol=1e-5)
   is_alike = layout.act_axes("H") == layout.act_axes("G")  # XLA's partitioner splits those
   assert seen == [heads[0] if is_alike else heads[0] // shards]
+
+
+@pytest.mark.parametrize("heads, keys, shards, want", [
+  (8, 4, 2, [[0, 1], [2, 3]]), (8, 2, 4, [[0], [0], [1], [1]]), (6, 2, 2, [[0], [1]]),
+  (12, 4, 3, [[0, 0, 0, 1], [1, 1, 2, 2], [2, 3, 3, 3]]), (4, 1, 2, [[0], [0]]),
+  (8, 8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]), (4, 2, 1, [[0, 1]]),
+])  # fmt: skip
+def test_keys_of_a_devices_queries_are_those_of_their_groups(heads, keys, shards, want):
+  layout = axes.Layout(mesh.make((1, 1, shards), jax.devices()[:shards]), (),
+                       axes.as_rules(dict(H="tensor")))  # fmt: skip
+  assert attention_lib.key_heads_per_device(heads, keys, shards) == len(want[0])
+  taken = jax.shard_map(
+    lambda x: attention_lib.keys_of_queries(x, 0, heads // shards, layout), mesh=layout.mesh,
+    in_specs=jax.sharding.PartitionSpec(), out_specs=layout.act_spec("H"), check_vma=False,
+  )(jnp.arange(keys))  # fmt: skip
+  assert taken.reshape(shards, -1).tolist() == want
+
+
+def test_inside_a_region_queries_and_keys_are_the_devices_own(rng):
+  layout = axes.Layout(mesh.make((1, 1, 2), jax.devices()[:2]), (),
+                       axes.as_rules(dict(H="tensor"))).manual()  # fmt: skip
+  q, k, v = (rng.standard_normal((B, L, n, K)).astype(np.float32) for n in (3, 1, 1))
+  got = attention(q, k, v, None, "fixed_order", layout)
+  np.testing.assert_allclose(got, _loops(q, k, v, None), atol=1e-5)
