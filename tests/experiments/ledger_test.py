@@ -308,8 +308,8 @@ def test_every_system_has_its_arithmetic_in_a_test():
   )]  # fmt: skip
   curve = ledger.Curve("2025_munit_rates", "x", {1.0: 2.0})
   assert ledger.progress(others, [curve]) == (
-    "Of 16 papers, the number with a verdict from all its seeds is 1; begun without one (a pair of "
-    "runs is there), 4; not run, 11."
+    "Of 17 papers, the number with a verdict from all its seeds is 1; begun without one (a pair of "
+    "runs is there), 4; not run, 12."
   )
 
 
