@@ -1,5 +1,6 @@
 """Attention against loops in float64: groups, documents, precision."""
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -12,6 +13,9 @@ import pytest
 import tolerances
 
 from fp8jax import axes, mesh
+from fp8jax.kernels.choose import Device
+from fp8jax.models import attention_gqa, presets
+from fp8jax.models.config import ComputeConfig
 from fp8jax.ops import attention as attention_lib
 from fp8jax.ops.attention import attention, first_keys
 
@@ -179,7 +183,11 @@ def test_a_device_has_the_keys_of_its_own_queries(rng, monkeypatch, heads, shape
 def test_keys_of_a_devices_queries_are_those_of_their_groups(heads, keys, shards, want):
   layout = axes.Layout(mesh.make((1, 1, shards), jax.devices()[:shards]), (),
                        axes.as_rules(dict(H="tensor")))  # fmt: skip
-  assert attention_lib.key_heads_per_device(heads, keys, shards) == len(want[0])
+  cfg = dataclasses.replace(presets.DEBUG, num_heads=heads, num_kv_heads=keys)
+  asked = attention_gqa.problem(cfg, ComputeConfig(layout=layout), Device("cpu"), 6, 64, True)
+  assert (asked.sequences, asked.num_heads, asked.num_kv_heads) == (
+    6, heads // shards, len(want[0])
+  )  # fmt: skip
   taken = jax.shard_map(
     lambda x: attention_lib.keys_of_queries(x, 0, heads // shards, layout), mesh=layout.mesh,
     in_specs=jax.sharding.PartitionSpec(), out_specs=layout.act_spec("H"), check_vma=False,
