@@ -71,7 +71,7 @@ def test_on_a_mesh_they_are_what_they_are_on_one_device(rng, recipe, monkeypatch
 @pytest.mark.parametrize(
   "name, of_w, f, d",
   [
-    ("halo_int8_2", dict(F=("tensor", "fsdp")), 384, 128),
+    ("halo_int8_2_hq", dict(F=("tensor", "fsdp")), 384, 128),
     pytest.param("nvfp4_eden", dict(D="fsdp", F="tensor"), 128, 192, marks=pytest.mark.slow),
   ],
 )
