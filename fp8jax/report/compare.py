@@ -12,23 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from fp8jax.config import policy as policy_config
-from fp8jax.config import registry
 from fp8jax.errors import UserError
-from fp8jax.keys import Affects
-from fp8jax.phases import policy as policy_lib
-from fp8jax.report import files
+from fp8jax.report import arms, files
+from fp8jax.report.arms import Member, has_diverged, smoothed
 from fp8jax.report.files import UNQUANTIZED, RunFiles
 from fp8jax.statistics import Estimate, estimate
-
-# A smoothed loss is the mean of so many steps, and of no more than this share of a run.
-WINDOW, _WINDOW_SHARE = 32, 8
-# A run of which none of so many last steps has a finite loss has diverged.
-_LAST_STEPS = 8
-
-
-# Sections of keys that say how a program runs.
-_PLACE = ("memory.", "kernels.", "mesh.", "sharding.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,31 +76,6 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
-  """A run and its part in the comparison."""
-
-  run: RunFiles
-  arm: str
-  setting: str
-  seed: int
-
-  @property
-  def final_loss(self) -> float:
-    """Last held-out loss in the run's own precision, mean over sources; else smoothed training.
-
-    Infinite where the run diverged. The evaluation before the first step is none of training.
-    """
-    if has_diverged(self.run):
-      return math.inf
-    trained = [h for h in self.run.heldout if h.step]
-    held = [h for h in trained if h.precision != UNQUANTIZED] or trained
-    if held:
-      last = max(h.step for h in held)
-      return float(np.mean([h.loss for h in held if h.step == last]))
-    return float(smoothed(self.run)[1][-1])
-
-
-@dataclasses.dataclass(frozen=True)
 class Comparison:
   """All that the pictures and tables of a comparison show.
 
@@ -149,29 +112,30 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
     for r in runs if "loss" not in r.curves
   ]  # fmt: skip
   runs = [r for r in runs if "loss" in r.curves]
-  config = _differing(runs)
+  config = arms.differing(runs)
   for r in runs:
     lost = int((~np.isfinite(r.curves["loss"].values)).sum())
     if lost and not has_diverged(r):
       notes.append(f"{r.name}: {lost} steps without a finite loss, left out")
-  members = _once(_members(runs, config), notes)
-  arms = sorted({m.arm for m in members})
+  members = arms.once(arms.members(runs, config, baseline), notes)
+  known = sorted({m.arm for m in members})
   if not baseline and members:
-    baseline = UNQUANTIZED if UNQUANTIZED in arms else members[0].arm
-  if baseline not in arms:
-    raise UserError(f"no run is of the baseline {baseline!r}; --baseline= one of {', '.join(arms)}")
+    baseline = UNQUANTIZED if UNQUANTIZED in known else members[0].arm
+  if baseline not in known:
+    one_of = ", ".join(known)
+    raise UserError(f"no run is of the baseline {baseline!r}; --baseline= one of {one_of}")
   pairs: dict[tuple[str, str], list[tuple[Member, Member]]] = {}
-  base = {(m.setting, m.seed): m for m in members if m.arm == baseline}
+  base = [m for m in members if m.arm == baseline]
   for m in members:
-    other = base.get((m.setting, m.seed))
     if m.arm == baseline:
       continue
+    other, why = arms.partner(m, base, baseline)
     if other is None:
-      notes.append(f"{m.run.name}: no run of {baseline} with its seed and settings, not compared")
+      notes.append(f"{m.run.name}: {why}, not compared")
     elif has_diverged(other.run):
       notes.append(f"{m.run.name}: {other.run.name} diverged, not compared")
-    elif len({r.provenance.get("data_fingerprint") for r in (m.run, other.run)}) > 1:
-      notes.append(f"{m.run.name}: other data than {other.run.name}, not compared")
+    elif m.seed in [mine.seed for mine, _ in pairs.get((m.arm, m.setting), [])]:
+      notes.append(f"{m.run.name}: another run of its arm, settings and seed is compared")
     else:
       pairs.setdefault((m.arm, m.setting), []).append((m, other))
   values, differences, equal = [], [], []
@@ -184,69 +148,6 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
   return Comparison(
     baseline, tuple(members), tuple(rows), tuple(differences), tuple(equal), config, tuple(notes)
   )
-
-
-def _differing(runs: Sequence[RunFiles]) -> dict[str, dict[str, Any]]:
-  """{key: {run's name: value}} where the resolved configurations differ."""
-  keys = sorted(set().union(*(r.resolved for r in runs)))
-  values = {k: {r.workdir: r.resolved.get(k) for r in runs} for k in keys}
-  return {
-    k: v
-    for k, v in values.items()
-    if any(x != y for x, y in zip(list(v.values()), list(v.values())[1:]))
-  }
-
-
-def _members(runs: Sequence[RunFiles], config: Mapping[str, Mapping[str, Any]]) -> list[Member]:
-  """Arms by recipe, told apart further where another key that alters results differs within one.
-
-  How a program runs may differ between arms: kernels of a recipe are its own. Where it differs for
-  one seed of an arm, it is a setting.
-  """
-  read = set().union(*map(_keys_read, runs))
-  varied = [
-    k for k in config
-    if k != "seed" and (registry.affects(k) is not Affects.NOTHING or k in read)
-  ]  # fmt: skip
-  of_place = [k for k in varied if k.startswith(_PLACE)]
-  alters = [k for k in of_place if registry.affects(k, [*config[k].values()]) is Affects.RESULT]
-  apart = [k for k in varied if k.startswith("precision.") or k in alters]
-  settings = [k for k in varied if k not in (*of_place, *apart)]
-  alike: dict[tuple[str, str, int], list[RunFiles]] = {}
-  for m in (_member(run, runs, apart, settings) for run in runs):
-    alike.setdefault((m.arm, m.setting, m.seed), []).append(m.run)
-  within = [k for k in of_place if any(k in _differing(of) for of in alike.values())]
-  return [_member(run, runs, apart, [*settings, *within]) for run in runs]
-
-
-def _member(run: RunFiles, runs: Sequence[RunFiles], apart, settings: Sequence[str]) -> Member:
-  same = [r for r in runs if r.recipe == run.recipe]
-  details = [k for k in apart if any(r.resolved.get(k) != run.resolved.get(k) for r in same)]
-  arm = " ".join([run.recipe, *_said(run, details)])
-  return Member(run, arm, ", ".join(_said(run, settings)), int(run.resolved.get("seed", 0)))
-
-
-def _once(members: Sequence[Member], notes: list[str]) -> list[Member]:
-  """The members without a second run of an arm, setting and seed, which is no second sample."""
-  first: dict[tuple[str, str, int], Member] = {}
-  for m in members:
-    one = first.setdefault((m.arm, m.setting, m.seed), m)
-    if one is not m:
-      notes.append(f"{m.run.workdir}: as {one.run.workdir} in arm, settings and seed, left out")
-  return [*first.values()]
-
-
-def _keys_read(run: RunFiles) -> set[str]:
-  """Keys that alter a result because the run's policies decide by them."""
-  try:
-    return policy_lib.keys_read(policy_config.read(run.resolved.get("precision.policy", ())))
-  except ValueError as e:
-    raise UserError(f"{run.name}: {e}; leave the run out") from e
-
-
-def _said(run: RunFiles, keys: Sequence[str]) -> list[str]:
-  """["peak_lr=0.001", ...]"""
-  return [f"{k.rpartition('.')[2]}={run.resolved.get(k)}" for k in keys]
 
 
 # --- quantities ----------------------------------------------------------------------------------
@@ -290,17 +191,6 @@ def training(run: RunFiles, base: RunFiles, after: int = 0) -> float:
   return float(np.mean(100 * (of_run / of_base - 1))) if of_run.size else math.nan
 
 
-def has_diverged(run: RunFiles) -> bool:
-  """Whether a run stopped at a loss or gradient that is not finite, or ran on without any.
-
-  A step whose update was skipped or undone is not divergence: the run went on.
-  """
-  loss = run.curves["loss"].values
-  if not np.isfinite(loss[-_LAST_STEPS:]).any():
-    return True
-  return run.nonfinite is not None and run.summary is None and run.nonfinite["step"] > run.step
-
-
 def _paired(run: RunFiles, base: RunFiles, after: int) -> tuple[np.ndarray, np.ndarray]:
   """Losses of the steps that both have, after the warm-up where they reach that far."""
   steps, i, j = _common(run, base)
@@ -327,20 +217,11 @@ def _last_heldout(*runs: RunFiles) -> list[dict[tuple[str, str], float]]:
   ]
 
 
-def smoothed(run: RunFiles) -> tuple[np.ndarray, np.ndarray]:
-  """(steps, running mean of the training loss over WINDOW steps, or fewer, that end there)."""
-  c = run.curves["loss"]
-  kept = np.isfinite(c.values) if np.isfinite(c.values).any() else np.full(len(c.steps), True)
-  steps, values = c.steps[kept], c.values[kept]
-  window = max(1, min(WINDOW, len(steps) // _WINDOW_SHARE))
-  return steps[window - 1 :], np.convolve(values, np.ones(window) / window, "valid")
-
-
 def _difference(arm, setting, pairs: Sequence[tuple[Member, Member]]) -> Difference | None:
   """Differences of the steps that every seed has."""
   common = [_common(mine.run, base.run) for mine, base in pairs]
   steps = np.array(sorted(set.intersection(*(set(c[0].tolist()) for c in common))), np.int64)
-  window = max(1, min(WINDOW, len(steps) // _WINDOW_SHARE))
+  window = max(1, min(arms.WINDOW, len(steps) // arms.WINDOW_SHARE))
   if not len(steps):
     return None
   by_seed = []

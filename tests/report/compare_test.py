@@ -13,7 +13,7 @@ from scipy import stats
 
 from fp8jax.errors import UserError
 from fp8jax.jobs import report
-from fp8jax.report import compare, files, run_report
+from fp8jax.report import arms, compare, files, run_report
 from fp8jax.run import palette
 
 STEPS = 40
@@ -119,7 +119,7 @@ def test_a_run_that_stopped_is_diverged_and_one_that_skipped_a_step_is_not(tmp_p
 
 
 def test_losses_that_end_as_nan_are_divergence(tmp_path):
-  for count, is_lost in ((compare._LAST_STEPS, True), (compare._LAST_STEPS - 1, False)):
+  for count, is_lost in ((arms.LAST_STEPS, True), (arms.LAST_STEPS - 1, False)):
     losses = [*BASE.tolist()[:-count], *["nan"] * count]
     path = run_files.write_steps(tmp_path / str(count), losses, "bf16", 0)
     assert compare.has_diverged(compare.files.read(path)) == is_lost
@@ -274,8 +274,91 @@ def test_keys_that_alter_results_tell_arms_apart(tmp_path, key, values):
   found = compare.compare(_runs(tmp_path, *rows))
   got = {r.arm: r.estimate.by_seed for r in found.rows if r.quantity == "training"}
   name = key.partition(".")[2]
-  assert set(got) == {f"mxfp8 {name}={v}" for v in values}
+  names = [f"mxfp8 {name}={v}" for v in values]
+  assert set(got) == {"mxfp8" if name == "matmul" else names[0], names[1]}
   assert all(len(by_seed) == 1 for by_seed in got.values())
+
+
+def _training(paths, baseline="bf16"):
+  """({(arm, setting): differences by seed}, notes) of the training loss."""
+  found = compare.compare(paths, baseline)
+  rows = [r for r in found.rows if r.quantity == "training"]
+  return {(r.arm, r.setting): [round(x, 6) for x in r.estimate.by_seed] for r in rows}, found.notes
+
+
+@pytest.mark.parametrize("key, of_base, mine", [
+  ("kernels.matmul", "xla", ("reference", "mosaic_sm90")),
+  ("memory.remat_policy", "none", ("full", "linears")),
+])  # fmt: skip
+def test_an_arm_that_ran_in_two_ways_is_compared_with_a_third(tmp_path, key, of_base, mine):
+  rows = [("a", "bf16", 0, 0, 1.0, {key: of_base})]
+  rows += [(v, "mxfp8", 0, i + 1, 1.0, {key: v}) for i, v in enumerate(mine)]
+  got, notes = _training(_runs(tmp_path, *rows))
+  name = key.partition(".")[2]
+  assert got == {("mxfp8", f"{name}={v}"): [i + 1] for i, v in enumerate(mine)} and not notes
+
+
+def test_more_runs_of_the_baseline_leave_no_pair_out(tmp_path):
+  one, four = {"mesh.fsdp": 1}, {"mesh.fsdp": 4}
+  paths = _runs(
+    tmp_path, *((f"a{s}", "bf16", s, 0, 1.0, one) for s in range(3)),
+    *((f"c{s}", "mxfp8", s, s + 1, 1.0, four) for s in range(3)),
+    ("b0", "bf16", 0, 0.5, 1.0, four),
+  )  # fmt: skip
+  assert _training(paths[:-1])[0] == {("mxfp8", ""): [1, 2, 3]}
+  got, notes = _training(paths)
+  ours = round(100 * (1.01 / 1.005 - 1), 6)  # with the run on four devices, too
+  assert got == {("mxfp8", "fsdp=4"): [ours, 2, 3]} and not notes
+  two = _runs(
+    tmp_path,
+    ("d0", "bf16", 0, 0, 1.0, {"mesh.fsdp": 8}),
+    ("e0", "mxfp8", 0, 1, 1.0, {"mesh.fsdp": 2}),
+  )
+  got, notes = _training([*paths[:1], *two])
+  said = "e0: runs of bf16 with its seed and settings ran in other ways (fsdp=1; fsdp=8), not"
+  assert not got and any(note.startswith(said) for note in notes)
+
+
+def test_kernels_that_alter_nothing_and_keys_of_later_versions_tell_no_arm_apart(tmp_path):
+  matmul = ("auto", "xla", "emulated_sm90", "emulated_sm90")
+  rows = [(f"r{i}", ("bf16", "mxfp8")[i > 1], i % 2, i, 1.0, {"kernels.matmul": m})
+          for i, m in enumerate(matmul)]  # fmt: skip
+  ours = [2.0, round(100 * (1.03 / 1.01 - 1), 6)]
+  assert _training(_runs(tmp_path, *rows)) == ({("mxfp8", ""): ours}, ())
+  key = "memory.save_layer_inputs"
+  rows = [(f"s{i}", ("bf16", "mxfp8")[i > 1], i % 2, i, 1.0, {key: "none"} if i % 2 else {})
+          for i in range(4)]  # fmt: skip
+  paths = _runs(tmp_path, *rows)
+  for path in paths[::2]:
+    config = pathlib.Path(path, "config.json")
+    stored = json.loads(config.read_text())
+    stored["resolved"].pop(key, None)
+    config.write_text(json.dumps(stored))
+  assert _training(paths) == ({("mxfp8", ""): ours}, ())
+
+
+def test_a_key_that_alters_results_within_the_baseline_is_a_setting(tmp_path):
+  key, values = "memory.save_gate_up", ("none", "e4m3_16")
+  rows = [(f"{r}-{v}", r, 0, 1 + i + 2 * (r == "mxfp8"), 1.0, {key: v})
+          for r in ("bf16", "mxfp8") for i, v in enumerate(values)]  # fmt: skip
+  got, notes = _training(_runs(tmp_path, *rows))
+  ours = [round(100 * (b / a - 1), 6) for a, b in ((1.01, 1.03), (1.02, 1.04))]
+  assert got == {("mxfp8", f"save_gate_up={v}"): [d] for v, d in zip(values, ours)} and not notes
+
+
+def test_of_repeated_runs_the_finished_one_counts_and_those_of_other_data_are_no_repeats(tmp_path):
+  whole, other = folders(tmp_path, (0.1,))
+  (short,) = [
+    run_files.write_steps(tmp_path / "short", (BASE[:6] * 1.05).tolist(), "block_128", 0, 1.0)
+  ]
+  got, notes = _training([whole, short, other])
+  assert got == {("block_128", ""): [0.1]}
+  assert [n for n in notes if f"{short}: as {other} in arm" in n] == list(notes)
+  (again,) = _runs(tmp_path, ("again", "bf16", 0, 3, 1.0, {}))
+  data = pathlib.Path(again, "provenance.json")
+  data.write_text(json.dumps(json.loads(data.read_text()) | {"data_fingerprint": "another"}))
+  got, notes = _training([again, whole, other])
+  assert got == {("block_128", ""): [0.1]} and not notes
 
 
 def test_a_run_that_is_named_twice_or_repeated_is_one_sample(tmp_path):
