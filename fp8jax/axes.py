@@ -24,13 +24,13 @@ Rules = tuple[tuple[str, tuple[str, ...]], ...]
 def as_rules(table: Mapping[str, str | tuple[str, ...]]) -> Rules:
   """{"F": "tensor", "B": ("data", "fsdp")} as a hashable, ordered value.
 
-  Text is that of a command line: one axis, several as "data,fsdp" or in brackets, "" for none.
+  Text, in a tuple too, is that of a command line: one axis, several as "data,fsdp" or in brackets,
+  "" for none.
   """
 
   def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    if not isinstance(value, str):
-      return tuple(value)
-    return tuple(name for part in value.split(",") if (name := part.strip("()[]'\" ")))
+    text = value if isinstance(value, str) else ",".join(value)
+    return tuple(name for part in text.split(",") if (name := part.strip("()[]'\" ")))
 
   return tuple(sorted((letter, names(value)) for letter, value in table.items()))
 

@@ -22,6 +22,7 @@ from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux
 from fp8jax.ops import site_tree
+from fp8jax.ops.attention import key_heads_per_device
 from fp8jax.step import train_spec
 
 # HLO's names of dtypes are shorter: "bf16", "f8e4m3fn".
@@ -94,7 +95,10 @@ def recomputed_sites(cfg: ModelConfig, run: ComputeConfig) -> set[str]:
 
 
 class _OneDevice:
-  """A spec as one of its devices has it: its part of tokens, heads and channels."""
+  """A spec as one of its devices has it: its part of tokens, heads and channels.
+
+  Of keys that lie whole beside split queries it has those that its queries read.
+  """
 
   def __init__(self, spec: train_spec.TrainSpec):
     split = lambda letter, n: n // spec.run.layout.size(spec.run.layout.act_axes(letter))  # noqa: E731
@@ -103,7 +107,11 @@ class _OneDevice:
       spec.model,
       intermediate_size=split("F", spec.model.intermediate_size),
       num_heads=split("H", spec.model.num_heads),
-      num_kv_heads=split("G", spec.model.num_kv_heads),
+      num_kv_heads=key_heads_per_device(
+        spec.model.num_heads,
+        spec.model.num_kv_heads,
+        spec.run.layout.size(spec.run.layout.act_axes("H")),
+      ),
     )
     self.run = dataclasses.replace(spec.run, layout=axes.LOCAL)
     self.rows = split("B", spec.microbatch)

@@ -116,8 +116,9 @@ def check(c, model, declaration, recipes, layout: axes.Layout, microbatch, probl
   problems.extend(precision_checks.frozen_problems(recipes, model, layout))
   sites, trains = transformer.site_params(model), "global_batch" in needs.batches
   tokens = microbatch * c.seq_len // (layout.size(layout.act_axes("B")) if trains else 1)
+  rotated = tokens if trains else None
   for phase in recipes.phases:
-    problems.extend(find_broken_rotations(sites, model.dims, phase.rules, layout, tokens))
+    problems.extend(find_broken_rotations(sites, model.dims, phase.rules, layout, rotated))
   if layout.mesh is None:
     return
   rules = [phase.rules for phase in recipes.phases]
@@ -142,7 +143,7 @@ def uneven(declaration, sites, model, rules, layout: axes.Layout, tokens: int | 
         whole = " and ".join(f"sharding.{kind}.{letter}=''" for kind in split)
         wrong[letter, shards] = (
           f"{_WORDS[letter]} = {size} does not divide over {shards} devices (sharding.{kind}."
-          f"{letter} = {'+'.join(over)}); change mesh.{over[0]}, or leave it whole by {whole}"
+          f"{letter} = {','.join(over)}); change mesh.{over[0]}, or leave it whole by {whole}"
         )
   if wrong:
     return list(wrong.values())

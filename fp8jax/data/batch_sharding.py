@@ -39,7 +39,8 @@ class BatchSharder:
       raise UserError(
         f"sharding.acts.B={layout.act_axes('B')} gives processes the rows "
         f"{' and '.join(map(_shown, shares))} of {rows}, and each loads rows that no other has, or "
-        "all that another has; let mesh.tensor divide the devices of a process, or be a multiple"
+        "all that another has; let the mesh axes after those of sharding.acts.B multiply to a "
+        "divisor of the devices of a process, or to a multiple"
       )
     self.local_rows = len(own)
     self.shard = loader.Shard(shares.index(own), len(shares))

@@ -209,15 +209,19 @@ def _specs(letters: str, format_: str, layout: axes.Layout, has_scales: bool = F
 def _attend(cache: KVCache, q_BLHK, k_BLGK, v_BLGK, positions_BL, implementation):
   """KVCache.attend of one device's rows and heads."""
   added = _entries(k_BLGK, v_BLGK, cache.scales, cache.format, cache.layout)
-  past = dataclasses.replace(cache, scales=None).of_entries(_as_it_lies)
+  past, own = dataclasses.replace(cache, scales=None).of_entries(_as_it_lies), added
+  if not cache.layout.is_manual and cache.layout.act_axes("G") != cache.layout.act_axes("H"):
+    # All keys are here.
+    of_queries = functools.partial(keys_of_queries, own=q_BLHK.shape[2], layout=cache.layout)
+    past, own = (
+      past.of_entries(lambda x: of_queries(x, 1)),
+      own.of_entries(lambda x: of_queries(x, 2)),
+    )
   scales = _of_both(cache.scales)
-  full = jax.tree.map(functools.partial(_inserted, positions_BL=positions_BL), past, added)
+  full = jax.tree.map(functools.partial(_inserted, positions_BL=positions_BL), past, own)
   dtype = q_BLHK.dtype
   q_BLHK = _rotated(q_BLHK, cache.format).astype(dtype)
   k, v = (of.value(dtype, scale) for of, scale in zip((full.k, full.v), scales))
-  layout = cache.layout
-  if not layout.is_manual and layout.act_axes("G") != layout.act_axes("H"):  # all keys are here
-    k, v = (keys_of_queries(x, 1, q_BLHK.shape[2], layout) for x in (k, v))
   return cached_attention(q_BLHK, k, v, positions_BL, implementation), added
 
 

@@ -129,6 +129,8 @@ def _of_rollout(spec: train_spec.TrainSpec, devices, gpu: str) -> tuple[list[Mem
   row = serving.row("", drawn.precision.phases[0].rules, num)
   slots = -(-g.slots // shards)
   weights, cache = row.weights, slots * row.cache_per_sequence
+  if not served.act_axes("G"):  # a device has the keys of all heads
+    cache = cache * spec.model.num_kv_heads * num // capacity.shared(spec.model, num).num_kv_heads
   prompt = batching.bucket(g.max_length - own.max_new_tokens, g.max_length)
   sizes = slots * shards, g.max_length, g.cache_format, prompt
   programs = generation_aot.lower(drawn, devices, *sizes)

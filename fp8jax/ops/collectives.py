@@ -27,7 +27,8 @@ def extra_axes(layout: axes.Layout, letter: str) -> tuple[str, ...]:
   """Axes that split a letter of a weight at rest but not in its GEMM: FSDP's."""
   if layout.is_manual:
     return ()
-  return tuple(a for a in layout.weight_axes(letter) if a not in layout.act_axes(letter))
+  extra = (a for a in layout.weight_axes(letter) if a not in layout.act_axes(letter))
+  return tuple(a for a in extra if layout.size((a,)) > 1)
 
 
 def gather_weight(w, letters: str, layout: axes.Layout):

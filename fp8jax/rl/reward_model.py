@@ -12,6 +12,7 @@ import numpy as np
 
 from fp8jax import params as params_lib
 from fp8jax.config import layout as layout_checks
+from fp8jax.data.tokenize import BYTES
 from fp8jax.errors import UserError
 from fp8jax.generation.settings import Generate
 from fp8jax.kernels import choose
@@ -42,6 +43,8 @@ def problems(folder: str, spec: TrainSpec) -> list[str]:
         "writes it as a sequence-classification folder"
       ]
     is_same = own.is_of(folder)
+    if is_same and own.path != BYTES:
+      is_same = own.eos_id == dataclasses.replace(own, path=folder).eos_id
   except (ValueError, OSError) as e:
     return [f"{key}: {e}"]
   texts = own.beyond(cfg.vocab_size)

@@ -1,11 +1,13 @@
 """Checkpoints as jobs read them."""
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from fp8jax import console as console_lib
 from fp8jax import hub
 from fp8jax.config import identity, resolve
 from fp8jax.data.tokenize import Tokenizer
@@ -152,19 +154,14 @@ def load_weights(
   return Loaded(spec, params, phase, states, where, meta, meta.get("weights_dtype", ""))
 
 
+@functools.cache  # said once
 def _note_tokenizer(tokenizer: Tokenizer, folder: str):
   """Says where texts are in other tokens than those of the folder's own tokenizer."""
-  if not os.path.exists(os.path.join(hub.local(folder), "tokenizer.json")):
-    return
-  try:
-    is_same = tokenizer.is_of(folder)
-  except (UserError, OSError):  # one that cannot be read
-    is_same = False
-  if not is_same:
-    print(
+  has_own = os.path.exists(os.path.join(hub.local(folder), "tokenizer.json"))
+  if has_own and not tokenizer.is_of(folder):
+    console_lib.console(stderr=True).print(
       f"note: texts are in tokens of data.tokenizer={tokenizer.path!r}, and {folder} has another "
-      f"tokenizer; --config.data.tokenizer={folder} takes it",
-      file=sys.stderr,
+      f"tokenizer; --config.data.tokenizer={folder} takes it"
     )
 
 

@@ -79,27 +79,23 @@ def check(
   problems.refuse()
   for arm, point in itertools.product(sweep.arms, sweep.points()):
     trial = sweep.trial("", arm, {**point, **drawn}, sweep.seeds[0])
-    problems.attempt(lambda trial=trial: _check_trial(trial, here, device, needs[str(job)]))
-    if sweep.search:
-      problems.attempt(lambda trial=trial: _check_objective(trial))
+    problems.attempt(lambda trial=trial: _check_trial(sweep, trial, here, device, needs[str(job)]))
   problems.found = list(dict.fromkeys(problems.found))
   problems.refuse()
 
 
-def _check_objective(trial: spec.Trial):
-  """Refuses a trial whose end would say nothing to a search."""
-  if not named.load(trial.config, trial.changes).eval.tokens:
-    raise ConfigError([
-      f"{trial.config}: eval.tokens=0 evaluates nothing, and a search suggests points from "
-      "held-out losses; set eval.tokens=8192, or leave search out"
-    ])  # fmt: skip
-
-
-def _check_trial(trial: spec.Trial, here: int | None, device: choose.Device | None, needs: Needs):
+def _check_trial(
+  sweep: spec.Sweep, trial: spec.Trial, here: int | None, device: choose.Device | None, needs: Needs
+):
   """Refuses a configuration that launch.py would refuse; elsewhere, whatever its devices."""
   c = named.load(trial.config, trial.changes)
   try:
     config_files.check_keys(c, registry.base())
+    if sweep.search and not c.eval.tokens:
+      raise UserError(
+        "eval.tokens=0 evaluates nothing, and a search suggests points from held-out losses; set "
+        "eval.tokens=8192, or leave search out"
+      )
     if here is None:
       resolve.resolve_data(c)
       precision.read(c)

@@ -249,7 +249,7 @@ MISTAKES = {
     ["layers/mlp/up, wgrad: recipe 'nvfp4_eden' rotates blocks of", "contracts 96 on a device",
      "change global_batch or seq_len, or give layers/mlp/up another recipe"],
     TILED | {"precision.rules": (("layers/.*", "nvfp4_eden"), (".*", "bf16")), "seq_len": 48,
-             "global_batch": 2, "eval.batch": 2}),
+             "global_batch": 2}),
   "mesh axis": (["sharding.weights.D names mesh axis 'fsdb'", "data, fsdp, tensor"],
     {"sharding.weights.D": "fsdb"}, 8),
   "mesh axis of the batch": (["sharding.acts.B names mesh axis 'dta'"],
@@ -459,18 +459,24 @@ def test_generation_rotates_in_forward_products_alone():
 
 
 def test_axes_of_a_letter_are_a_tuple_or_text():
-  texts = {
-    "A": "fsdp",
-    "B": "('data', 'fsdp')",
-    "C": "data,fsdp",
-    "D": "",
-    "E": "()",
-    "F": "('a',)",
-  }
+  texts = {"A": "fsdp", "B": "('data', 'fsdp')", "C": "data,fsdp", "D": "", "E": "()"}
+  texts |= {"F": "('a',)", "G": ("data,fsdp",), "H": ("",)}
   assert dict(axes.as_rules(texts)) == {
-    "A": ("fsdp",), "B": ("data", "fsdp"), "C": ("data", "fsdp"), "D": (), "E": (), "F": ("a",)
+    "A": ("fsdp",), "B": ("data", "fsdp"), "C": ("data", "fsdp"), "D": (), "E": (), "F": ("a",),
+    "G": ("data", "fsdp"), "H": (),
   }  # fmt: skip
   assert axes.as_rules({"B": ("data", "fsdp"), "A": ()}) == (("A", ()), ("B", ("data", "fsdp")))
+
+
+def test_generation_needs_no_blocks_of_backward_products():
+  """Of nvfp4_eden the backward products rotate; keys of a device are 32 wide."""
+  changes = TILED | {
+    "precision.rules": (("layers/.*", "nvfp4_eden"), (".*", "bf16")), "mesh.tensor": 4,
+    "mesh.fsdp": 2, "model.head_dim": 32, "model.intermediate_size": 384, "model.num_heads": 8,
+  }  # fmt: skip
+  for job in ("generate", "evaluate"):
+    resolve.resolve(_config(**changes), 8, CPU, needs=table.JOBS[job].needs)
+  assert any("dgrad: recipe 'nvfp4_eden' rotates" in text for text in _refusal(changes, 8))
 
 
 # --- jobs in process -----------------------------------------------------------------------------

@@ -25,6 +25,12 @@ def test_a_weight_split_over_an_axis_that_splits_no_tokens_gets_its_own_part(rng
   np.testing.assert_allclose(jax.jit(run)(dw_DF), dw_DF, rtol=1e-6)
 
 
+def test_an_axis_of_one_device_splits_nothing():
+  layout = axes.Layout(mesh.make((2, 1, 4)), (("D", ("fsdp", "tensor")),), (("B", ("data",)),))
+  assert collectives.extra_axes(layout, "D") == ("tensor",)
+  assert collectives.extra_axes(layout.manual(), "D") == ()
+
+
 @pytest.mark.parametrize(
   "contracted, sizes, tile, fits",
   [

@@ -107,6 +107,16 @@ def test_a_mistake_in_a_sweeps_file_is_named(text, words, tmp_path, repository, 
   assert any(name in lines[0] for name in ("s.py", "configs/debug.py", "configs/nosuch.py"))
 
 
+def test_a_search_over_a_configuration_without_sections_names_them(tmp_path):
+  made = "ConfigDict({'seed': 0, 'steps': 4, 'optim': {'b1': 0.9}})"
+  text = f"from ml_collections import ConfigDict\ndef get_config(arm=''):\n  return {made}\n"
+  (tmp_path / "c.py").write_text(text)
+  config = repr(str(tmp_path / "c.py"))
+  (tmp_path / "s.py").write_text(_sweep(config=config, axes="()", search=SEARCH))
+  with pytest.raises(ConfigError, match="eval.*: missing; begin get_config with"):
+    file.load(str(tmp_path / "s.py"))
+
+
 def test_mistakes_of_all_trials_are_reported_together(tmp_path, repository, monkeypatch):
   monkeypatch.chdir(repository)
   axes = "Grid({'optim.peak_lrr': (1.0,)}), Grid({'steps': ('x', 0)}), Grid({'seq_len': (-1,)})"
