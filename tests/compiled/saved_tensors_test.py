@@ -84,3 +84,16 @@ def test_backends_of_one_device_are_chosen_for_its_sizes(monkeypatch):
   saved_tensors._OneDevice(spec).sites()
   q_k_v_o, gate_up, down = (512, 128, 128), (512, 256, 128), (512, 128, 256)
   assert sizes - {(512, 512, 128)} == {q_k_v_o, gate_up, down}  # the head is not of a layer
+
+
+@pytest.mark.parametrize("shape, whole, heads", [
+  ((2, 1, 4), True, (2, 1)), ((4, 1, 2), True, (4, 1)), ((4, 1, 2), False, (4, 1)),
+  ((8, 1, 1), True, (8, 2)),
+])  # fmt: skip
+def test_a_device_has_the_keys_that_its_queries_read(shape, whole, heads):
+  changes = {"model.num_heads": 8, "model.num_kv_heads": 2}
+  changes |= {"sharding.weights.G": "", "sharding.acts.G": ""} if whole else {}
+  spec = harness.tiny_spec(harness.tiny_config("bf16", **changes), shape)
+  model = saved_tensors._OneDevice(spec).model
+  assert (model.num_heads, model.num_kv_heads) == heads
+  assert saved_tensors.of_layers(spec)
