@@ -35,7 +35,7 @@ from fp8jax.formats import E4M3
 from fp8jax.generation.settings import COMPUTE, FOLDER, ROTATED
 from fp8jax.models.config import ModelConfig
 from fp8jax.ops import collectives
-from fp8jax.ops.attention import attention, cached_attention, keys_of_queries
+from fp8jax.ops.attention import attention, cached_attention, keys_of_queries, lies_apart
 from fp8jax.quantization import hadamard, quantize
 from fp8jax.recipe.attention import whole_head
 from fp8jax.recipe.quant import WHOLE, Quant
@@ -210,8 +210,7 @@ def _attend(cache: KVCache, q_BLHK, k_BLGK, v_BLGK, positions_BL, implementation
   """KVCache.attend of one device's rows and heads."""
   added = _entries(k_BLGK, v_BLGK, cache.scales, cache.format, cache.layout)
   past, own = dataclasses.replace(cache, scales=None).of_entries(_as_it_lies), added
-  if not cache.layout.is_manual and cache.layout.act_axes("G") != cache.layout.act_axes("H"):
-    # All keys are here.
+  if lies_apart(cache.layout):  # all keys are here
     of_queries = functools.partial(keys_of_queries, own=q_BLHK.shape[2], layout=cache.layout)
     past, own = (
       past.of_entries(lambda x: of_queries(x, 1)),

@@ -48,9 +48,15 @@ def attention(
   if implementation == "fixed_order":
     return on_devices(_fixed_order)(q_BLHK, k_BMGK, v_BMGK, segments_BL)
   local = functools.partial(_of_jax, implementation)
-  if implementation == "cudnn" and layout.act_axes("H") != layout.act_axes("G"):
+  if implementation == "cudnn" and lies_apart(layout):
     local = on_devices(local)  # its partitioner takes queries and keys that are split alike
   return local(q_BLHK, k_BMGK, v_BMGK, segments_BL)
+
+
+def lies_apart(layout: axes.Layout) -> bool:
+  """Whether a device may have other keys than those of its own queries."""
+  queries, keys = layout.act_axes("H"), layout.act_axes("G")
+  return not layout.is_manual and queries != keys and layout.size((*queries, *keys)) > 1
 
 
 def key_heads_per_device(heads: int, key_heads: int, shards: int) -> int:

@@ -59,6 +59,6 @@ def test_processes_share_the_rows_of_a_batch(monkeypatch, shape, acts, devices_e
 
 
 def test_processes_with_parts_of_each_others_rows_are_refused(monkeypatch):
-  words = r"rows 0,1,2,3\.\.\. and 4,5,6,7\.\.\. of 12, .* mesh.tensor"
+  words = r"rows 0,1,2,3\.\.\. and 4,5,6,7\.\.\. of 12, .* mesh axes after those of sharding.acts.B"
   with pytest.raises(UserError, match=words):
     _sharders(monkeypatch, (1, 3, 2), BATCH, 3, 12)
