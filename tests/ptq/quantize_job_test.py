@@ -210,6 +210,10 @@ REFUSED = {
     "export.strategy='tensor' holds e4m3 *x* f32, and recipe 'w4a16' of precision.rules has "
     "int4 1x128 f32; set export.strategy='auto'",
   ),
+  "weights that are multiplied by something first": (
+    {"precision.smooth_swiglu": "channel", "export.fold_smooth_batches": 1},
+    "is not the weight whose codes training multiplied",
+  ),
   "a format that no server reads": (
     {"precision.rules": (("layers/.*", "e3m4_30_dynamic"), ("head", "bf16"))}, "take fp8_dynamic"
   ),

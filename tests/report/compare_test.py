@@ -256,7 +256,8 @@ def test_where_a_seed_ran_is_a_setting_and_no_second_seed(tmp_path):
 
 def test_seeds_of_an_arm_may_have_run_in_different_places(tmp_path):
   paths = _runs(
-    tmp_path, ("a", "bf16", 0, 0, 1.0, {"mesh.fsdp": 1, "kernels.matmul": "xla"}),
+    tmp_path,
+    ("a", "bf16", 0, 0, 1.0, {"mesh.fsdp": 1, "kernels.matmul": "xla", "sharding.acts.G": "x"}),
     ("b", "mxfp8", 0, 0.1, 1.0, {"mesh.fsdp": 1, "kernels.matmul": "reference"}),
     ("c", "bf16", 1, 0, 1.0, {"mesh.fsdp": 4, "kernels.matmul": "xla"}),
     ("d", "mxfp8", 1, 0.3, 1.0, {"mesh.fsdp": 4, "kernels.matmul": "reference"}),
