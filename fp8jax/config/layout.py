@@ -125,13 +125,24 @@ def check(c, model, declaration, recipes, layout: axes.Layout, microbatch, probl
   problems.extend(uneven(declaration, sites, model, rules, layout, tokens if trains else None))
 
 
-def uneven(declaration, sites, model, rules, layout: axes.Layout, tokens: int | None) -> list[str]:
+def _remedy(letter: str, kind: str, split: Mapping[str, tuple[str, ...]]) -> str:
+  whole, over = " and ".join(f"sharding.{one}.{letter}=''" for one in split), split[kind]
+  return (
+    f" (sharding.{kind}.{letter} = {','.join(over)}); change mesh.{over[0]}, or leave it whole by "
+    f"{whole}"
+  )
+
+
+def uneven(
+  declaration, sites, model, rules, layout: axes.Layout, tokens: int | None, remedy=_remedy
+) -> list[str]:
   """Dimensions that the mesh does not divide; without any, scale tiles that it would cut.
 
   Args:
     declaration, sites: parameters, and those that become sites.
     rules: of every phase.
     tokens: see `find_misaligned_tiles`.
+    remedy: (letter, table of `sharding` that splits it, {table: axes}) -> what to change.
   """
   used = {letter for p in params_lib.flatten(declaration).values() for letter in p.letters}
   wrong = {}
@@ -140,10 +151,9 @@ def uneven(declaration, sites, model, rules, layout: axes.Layout, tokens: int | 
     split = {kind: over for kind, of in tables.items() if (over := of(letter))}
     for kind, over in split.items():
       if size % (shards := layout.size(over)):
-        whole = " and ".join(f"sharding.{kind}.{letter}=''" for kind in split)
         wrong[letter, shards] = (
-          f"{_WORDS[letter]} = {size} does not divide over {shards} devices (sharding.{kind}."
-          f"{letter} = {','.join(over)}); change mesh.{over[0]}, or leave it whole by {whole}"
+          f"{_WORDS[letter]} = {size} does not divide over {shards} devices"
+          f"{remedy(letter, kind, split)}"
         )
   if wrong:
     return list(wrong.values())

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -301,7 +301,7 @@ def load(
   rules = (("head", "bf16"), ("layers/.*", recipe))
   declaration = transformer.site_params(cfg)
   of_model = (transformer.params(cfg), declaration, cfg)
-  problems.extend(layout_checks.uneven(*of_model, [rules], layout, None))
+  problems.extend(layout_checks.uneven(*of_model, [rules], layout, None, _smaller))
   of_sites = (declaration, cfg.dims, rules, layout, None)
   problems.extend(layout_checks.find_broken_rotations(*of_sites))
   problems.refuse()
@@ -333,6 +333,10 @@ def _layout(data: int, tensor: int, key_heads: int) -> axes.Layout:
   if key_heads % tensor:
     acts["G"] = ()
   return axes.Layout(mesh.make(shape), acts=axes.as_rules(acts)).served()
+
+
+def _smaller(letter: str, kind: str, split: Mapping[str, tuple[str, ...]]) -> str:
+  return f"; give a smaller `{split[kind][0]}`, that divides it"
 
 
 def end_ids(folder: str, tokenizer: Tokenizer, stop_tokens: Sequence[str] = ()) -> list[int]:
