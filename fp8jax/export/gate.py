@@ -130,8 +130,9 @@ class Gate:
       )
     self._judge("fp8jax", self._logits(read(folder)))
     if plan is not None and served_pass.quantizes_inputs(plan):
-      served = self._forward(self._spec, served_pass.sites(self._spec, plan))
-      self._judge("served", served(served_pass.load(self._spec, folder)))
+      spec = served_pass.whole(self._spec)
+      params, sites = served_pass.load(spec, plan, folder)
+      self._judge("served", self._forward(spec, sites)(params))
 
   def client(
     self, folder: str, versions: dict[str, str], read: Callable[[str], Any],
@@ -149,8 +150,9 @@ class Gate:
     bounds = {"bound": FIDELITY * max(floor, _LEAST)}
     served, is_quantized = ours, plan is not None and served_pass.quantizes_inputs(plan)
     if plan is not None and is_quantized:
-      logits = self._forward(wide, served_pass.sites(wide, plan))
-      params = served_pass.load(wide, folder)
+      wide = served_pass.whole(wide)
+      params, sites = served_pass.load(wide, plan, folder)
+      logits = self._forward(wide, sites)
       served = [params_lib.on_host(x) for x in logits(params)]
       floor = self._kl(served, logits(divergence.nudged(params)))
       bounds["served_bound"] = FIDELITY * max(floor, self._kl(ours, served))
@@ -180,12 +182,13 @@ class Gate:
     """
     wide, narrow = (_computing_in(d, self._spec) for d in (jnp.float32, jnp.bfloat16))
     weights = params = read(folder)
-    served = served_in_16 = None
+    logits, logits_in_16, served = self._forward(wide), self._forward(narrow), None
     if plan is not None and served_pass.quantizes_inputs(plan):
-      served, served_in_16 = (served_pass.sites(spec, plan) for spec in (wide, narrow))
-      params = served_pass.load(wide, folder)
-    ours = [params_lib.on_host(x) for x in self._forward(wide, served)(params)]
-    in_16 = map(_in_16, self._forward(narrow, served_in_16)(params))
+      params, sites = served_pass.load(served_pass.whole(wide), plan, folder)
+      served, logits_in_16 = (self._forward(served_pass.whole(s), sites) for s in (wide, narrow))
+      logits = served
+    ours = [params_lib.on_host(x) for x in logits(params)]
+    in_16 = map(_in_16, logits_in_16(params))
     most, plain, least = max(self._kl(ours, in_16), _LEAST), ours, 0.0
     if served is not None:
       plain = [params_lib.on_host(x) for x in self._forward(wide)(weights)]

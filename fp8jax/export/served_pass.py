@@ -3,16 +3,17 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import cast
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from fp8jax import params as params_lib
 from fp8jax.export import fp8 as fp8_lib
 from fp8jax.export import matrices
-from fp8jax.formats import E2M1, E4M3, E4M3_240, Format
+from fp8jax.formats import E2M1, E4M3, E4M3_240
 from fp8jax.models import transformer
 from fp8jax.models.hf import names, schemes
 from fp8jax.models.hf import tensors as hf_tensors
@@ -21,9 +22,10 @@ from fp8jax.models.hf.schemes import Codes, Scheme
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.quantization import amax_history, quantize
+from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Accumulation, Gemm, Recipe
-from fp8jax.recipe.quant import CURRENT, Quant, Scale
+from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Scale, Static
 from fp8jax.step.train_spec import TrainSpec
 
 
@@ -31,32 +33,78 @@ def quantizes_inputs(plan: fp8_lib.Plan | None) -> bool:
   return plan is not None and any(m.scheme.inputs for m in plan.matrices.values())
 
 
-def recipe(scheme: Scheme, read_as: Mapping[Format, Format]) -> Recipe:
-  """The forward product of a scheme; a scale of the weight's tensor is its current one."""
+def recipe(scheme: Scheme, is_in_codes: bool) -> Recipe:
+  """The forward product of a scheme; of a matrix `in codes`, of the container's.
+
+  Codes carry their scales. Others are found again by the scale of a tensor, which may be that of
+  several, or by the amax of every other tile.
+  """
   w = scheme.weight
-  format = read_as.get(w.format, w.format)
-  w = dataclasses.replace(w, format=format, tile=scheme.tile, source=CURRENT)
+  source = CURRENT if is_in_codes or not _has_given_scale(scheme) else Static()
+  format = E4M3 if is_in_codes and w.format == E4M3_240 else w.format
+  w = dataclasses.replace(w, format=format, tile=scheme.tile, source=source)
   sizes = [q.tile[1] for q in (w, scheme.inputs) if q and q.tile[1]]
   how = math.gcd(*sizes) if sizes and scheme.inputs else Accumulation.PRECISE
   return Recipe("served", Gemm(scheme.inputs, w, how))
 
 
-def sites(spec: TrainSpec, plan: fp8_lib.Plan):
-  """The sites of a model whose matrices are multiplied by the plan, static scales included."""
-  entries = {fp8_lib.site_of(e): e.name for e in names.entries(spec.model)}
-  chosen = {site: plan.matrices[name] for site, name in entries.items() if name in plan.matrices}
-  read_as = {E4M3_240: E4M3} if spec.num_devices == 1 else {}  # `load` has the container's codes
-  of_sites = [(re.escape(site), rules.add(recipe(m.scheme, read_as))) for site, m in chosen.items()]
+def whole(spec: TrainSpec) -> TrainSpec:
+  """The spec with every weight whole on every device: in its codes, whatever its scales' tiles."""
+  layout = spec.run.layout
+  acts = tuple((letter, over) for letter, over in layout.acts if letter == "B")
+  layout = dataclasses.replace(layout, weights=(), acts=acts)
+  return dataclasses.replace(spec, run=dataclasses.replace(spec.run, layout=layout))
+
+
+def _has_given_scale(scheme: Scheme) -> bool:
+  is_of_tensor = scheme.tile == (WHOLE, WHOLE)
+  return is_of_tensor and scheme.weight.scale not in (Scale.E4M3_OVER_F32, Scale.ONE)
+
+
+def load(spec: TrainSpec, plan: fp8_lib.Plan, folder: str):
+  """(parameters, sites) of a folder for a `whole` spec, as servers multiply it.
+
+  Matrices are in the folder's codes, but where those of other layers are in another scheme.
+  """
+  paths = {e.path for e in names.entries(spec.model) if e.inputs}
+  params = hf_weights.load_params(folder, spec.model, spec.run.layout, codes_of=paths)[0]
+  flat = params_lib.flatten(params)
+  in_codes = {path for path, made in flat.items() if isinstance(made, StoredMatrix)}
+  return params, sites(spec, plan, in_codes, hf_tensors.Folder(folder))
+
+
+def sites(
+  spec: TrainSpec, plan: fp8_lib.Plan, in_codes: Collection[str], folder: hf_tensors.Folder
+):
+  """The sites of a `whole` model multiplied by the plan, static scales included.
+
+  Args:
+    in_codes: paths of the stacks that are StoredMatrix.
+    folder: with the scales of the others.
+  """
+  entries = {fp8_lib.site_of(e): e for e in names.entries(spec.model)}
+  entries = {site: e for site, e in entries.items() if e.name in plan.matrices}
+  chosen = {site: plan.matrices[e.name] for site, e in entries.items()}
+  of_sites = [
+    (re.escape(site), rules.add(recipe(m.scheme, entries[site].path in in_codes)))
+    for site, m in chosen.items()
+  ]
   tree = site_tree.build_sites(
     transformer.site_params(spec.model), spec.model.dims, (*of_sites, (".*", "bf16")),
     spec.run.layout, backends=site_tree.Backends("reference", spec.device, spec.tokens_per_device),
   )  # fmt: skip
 
+  def weight_amax(name: str) -> float:
+    """1 where it is not asked for."""
+    scheme, entry = chosen[name].scheme, entries[name]
+    if entry.path in in_codes or not _has_given_scale(scheme):
+      return 1.0
+    return float(folder.read_codes(entry.name).scale.item()) * matrices.reach(scheme.weight)
+
   def one(site):
     if site.scaling_state is None:
       return site
-    amaxes = [_input_amax(chosen[layer]) for layer in site.layer_names]
-    amax_3 = jnp.float32([[a, 1.0, 1.0] for a in amaxes])
+    amax_3 = jnp.float32([[_input_amax(chosen[n]), weight_amax(n), 1.0] for n in site.layer_names])
     amax_3 = amax_3 if site.layers else amax_3[0]
     return dataclasses.replace(site, scaling_state=amax_history.calibrated(site.recipe, amax_3))
 
@@ -66,13 +114,6 @@ def sites(spec: TrainSpec, plan: fp8_lib.Plan):
 def _input_amax(matrix: fp8_lib.Matrix) -> float:
   inputs = matrix.scheme.inputs
   return (matrix.input_scale or 1.0) * (matrices.reach(inputs) if inputs else 1.0)
-
-
-def load(spec: TrainSpec, folder: str):
-  """The parameters, matrices in the folder's codes where a device holds them whole."""
-  layout, paths = spec.run.layout, {e.path for e in names.entries(spec.model) if e.inputs}
-  codes_of = paths if spec.num_devices == 1 else ()
-  return hf_weights.load_params(folder, spec.model, layout, codes_of=codes_of)[0]
 
 
 def load_as_client(spec: TrainSpec, folder: str, exported: Mapping[str, fp8_lib.Matrix]):

@@ -376,8 +376,8 @@ def test_vllm_serves_what_fp8jax_computes_within_what_16_bits_and_rounding_cost(
                     for d in ("float32", "bfloat16"))  # fmt: skip
     params = plain = read(folder)
     if recipe != "w4a16":
-      sites, params = served_pass.sites, served_pass.load(spec, folder)
-    ours, in_16 = ([*gate._forward(s, sites and sites(s, plan))(params)] for s in (wide, narrow))
+      params, sites = served_pass.load(spec, plan, folder)
+    ours, in_16 = ([*gate._forward(s, sites)(params)] for s in (wide, narrow))
     in_16 = [np.asarray(x.astype("bfloat16"), np.float32) for x in in_16]
     of = [[*gate._forward(s)(plain)] for s in (wide, narrow)]
     of[1] = [np.asarray(x.astype("bfloat16"), np.float32) for x in of[1]]

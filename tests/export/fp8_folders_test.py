@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import harness
 import jax
@@ -15,8 +16,9 @@ import safetensors.numpy
 
 from fp8jax import params
 from fp8jax.errors import UserError
+from fp8jax.evaluation import divergence
 from fp8jax.export import fp8 as fp8_export
-from fp8jax.export import write
+from fp8jax.export import served_pass, write
 from fp8jax.generation import weights as generation_weights
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import transformer
@@ -28,7 +30,7 @@ from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.schemes import COMPRESSED, FINE_GRAINED
 from fp8jax.ops import gemm_spec, linear, site, site_tree, stored_params
 from fp8jax.ops.site import ScalingInputs
-from fp8jax.quantization import amax_history, bf16_remainder, stored_matrix
+from fp8jax.quantization import amax_history, bf16_remainder, quantize, stored_matrix
 from fp8jax.recipe.quant import Hadamard
 
 TINY = ModelConfig(
@@ -189,6 +191,39 @@ def test_generation_multiplies_the_codes_of_a_folder_as_they_are(tmp_path, recip
     want, of_want = raw[name][1], raw[_scale_name(BLOCKS, name)][1]
     same = np.array_equal(got.view(np.uint8), want.view(np.uint8))
     assert (same and np.array_equal(scale, of_want)) == is_kept
+
+
+@pytest.mark.parametrize(
+  "fp8, shape, is_mixed",
+  [(schemes.fp8(COMPRESSED, "block"), (2, 2, 2), False), (TENSORS, None, True)],
+)
+def test_the_served_pass_multiplies_the_codes_of_a_folder(tmp_path, fp8, shape, is_mixed):
+  """Of tiles that a mesh would split; under a scale of fused tensors, beside layers in 16 bits."""
+  specs = [harness.tiny_spec(harness.tiny_config("bf16"), of) for of in (shape, None)]
+  cfg = specs[0].model
+  rules = (("head", "bf16"), *(("layers/0/.*", "bf16"),) * is_mixed, ("layers/.*", "block_128"))
+  recipes = site_tree.recipes_of(
+    site_tree.build_sites(transformer.site_params(cfg), cfg.dims, rules)
+  )
+  plan = fp8_export.choose(names.entries(cfg), cfg.dims, recipes, fp8, requantize=True)
+  write.save(str(tmp_path), write.model(harness.init_params(cfg, 1), cfg, "bfloat16", fp8=plan))
+  raw, logits = _raw(tmp_path), []
+  for spec in map(served_pass.whole, specs[: 1 + (shape is not None)]):
+    loaded, sites = served_pass.load(spec, plan, str(tmp_path))
+    for name in MULTIPLIED:
+      part, key = name.removeprefix("self_").removesuffix("_proj").split(".")
+      stack, one = loaded["layers"][part][key], sites["layers"][-1][part][key]
+      want = raw[f"model.layers.1.{name}.weight"][1].view(np.uint8)
+      if is_mixed:
+        w, amax = stack[1].reshape(want.shape[::-1]), one.scaling_state.amax_3[-1, 1]
+        data = quantize.quantize(w, one.recipe.fwd.rhs, contraction=0, amax=amax).data
+      else:
+        data = stack.data[1].reshape(want.shape[::-1]).T
+      np.testing.assert_array_equal(np.asarray(data).view(np.uint8), want, err_msg=name)
+    text = types.SimpleNamespace(inputs=harness.placed_uneven_batch(spec))
+    logits += divergence.forward(spec, sites, [text])(loaded)
+  if shape:
+    np.testing.assert_allclose(*logits, rtol=0, atol=1e-5)
 
 
 def test_export_states_both_names_of_skipped_modules_and_the_scales_of_inputs(tmp_path):

@@ -191,9 +191,9 @@ def test_the_pass_of_a_folder_multiplies_the_codes_that_a_reader_finds(name):
   )
   matrices = {n: fp8_export.Matrix(s, False) for n, s in plan.items()}
   spec = types.SimpleNamespace(
-    model=CFG, num_devices=1, run=ComputeConfig(), device=choose.Device("cpu"), tokens_per_device=64
+    model=CFG, run=ComputeConfig(), device=choose.Device("cpu"), tokens_per_device=64
   )
-  sites = served_pass.sites(spec, fp8_export.Plan(matrices, {}, 0.0))
+  sites = served_pass.sites(spec, fp8_export.Plan(matrices, {}, 0.0), {"layers/mlp/up"}, None)
   recipe = site_tree.recipes_of(sites)["layers/1/mlp/up"]
   scheme = found.scheme(UP)
   read = dataclasses.replace(scheme.weight, tile=scheme.tile)
