@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fp8jax.config import checks
 from fp8jax.data import config as data_config
 from fp8jax.data import loader, sources, tokenize
 from fp8jax.data.chat import samples
@@ -92,7 +93,8 @@ def steps(c: Any, data: data_config.DataConfig, problems: ConfigErrors) -> int:
 
 def _of_epochs(epochs: float, data: data_config.DataConfig, per_step: int) -> int:
   count = len(samples.of_split(data, loader.chat_index(data), "train"))
-  number, what = int(epochs * count) // per_step, f"data.epochs={epochs} of {count} samples are"
+  number = checks.part_of(epochs, count) // per_step
+  what = f"data.epochs={epochs} of {count} samples are"
   if not number:
     raise UserError(
       f"{what} less than one step of data.samples_per_step={per_step}; lower it, or give more data"

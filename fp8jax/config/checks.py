@@ -1,11 +1,20 @@
 """Refusals of a configuration, section by section."""
 
+import fractions
 from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.models.config import ModelConfig
 from fp8jax.optim import groups
 from fp8jax.optim.optimizers import OptimizerConfig
+
+
+def part_of(share: float, number: int) -> int:
+  """share * number rounded down, of the decimal number that the share was written as.
+
+  In binary 0.29 * 100 is less than 29.
+  """
+  return int(fractions.Fraction(repr(float(share))) * number)
 
 
 def layerwise_problems(c: Any) -> list[str]:

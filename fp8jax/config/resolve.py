@@ -372,7 +372,7 @@ def read_optim(c: Config, steps: int) -> optimizers.OptimizerConfig:
   """`optim` for a run of so many steps."""
   optim = registry.section(c, optimizers.OptimizerConfig, steps=steps)
   share = optim.warmup_fraction
-  return dataclasses.replace(optim, warmup_steps=int(share * steps)) if share else optim
+  return dataclasses.replace(optim, warmup_steps=checks.part_of(share, steps)) if share else optim
 
 
 def _optim(

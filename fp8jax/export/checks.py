@@ -8,6 +8,7 @@ from collections.abc import Collection
 from fp8jax.config.files import Config
 from fp8jax.errors import ConfigErrors
 from fp8jax.export import fp8 as fp8_export
+from fp8jax.export import refusals
 from fp8jax.export.settings import Export
 from fp8jax.models import transformer
 from fp8jax.models.hf import config as hf_config
@@ -17,6 +18,7 @@ from fp8jax.ops import site_tree
 from fp8jax.phases.policy import SwitchRecipe
 from fp8jax.recipe import library
 from fp8jax.recipe.gemm import PASSES
+from fp8jax.recipe.quant import CURRENT
 from fp8jax.recipe.served import SERVED
 from fp8jax.step.train_spec import TrainSpec
 
@@ -105,7 +107,15 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   switches = any(isinstance(p, SwitchRecipe) for p in spec.precision.policy)
   last = spec.weights.step if spec.weights.step >= 0 else spec.steps
   if spec.weights.hf or not switches:
-    problems.attempt(lambda: choose(spec, spec.phase(max(last - 1, 0))))
+    plan = problems.attempt(lambda: choose(spec, spec.phase(max(last - 1, 0))))
+    inputs = [m.scheme.inputs for m in plan.matrices.values()] if plan else []
+    e = spec.of(Export)
+    problems.check(
+      # A quantized folder may have them.
+      bool(e.input_scales or spec.weights.hf)
+      or all(x is None or x.source == CURRENT for x in inputs),
+      f"export.format={e.format!r} has static scales of activations: set {refusals.TABLE}",
+    )
   return problems.found
 
 

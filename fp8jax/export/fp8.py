@@ -235,7 +235,7 @@ def with_amaxes(
       matrix = dataclasses.replace(matrix, amax=amax)
     quant = matrix.scheme.inputs
     if quant is not None and quant.source != CURRENT and matrix.input_scale is None:
-      remedy = "calibrate this model with --job=calibrate"
+      remedy = f"set {refusals.TABLE}"
       amax = _amax(inputs, site_of(e), "x", "export.input_scales", remedy)
       scale = quantize.given_scale(jnp.float32(amax), matrix.inputs or quant)
       matrix = dataclasses.replace(matrix, input_scale=float(scale[0, 0]))

@@ -6,7 +6,10 @@ from fp8jax.export import served
 from fp8jax.models.hf import schemes
 from fp8jax.models.hf.schemes import COMPRESSED, FINE_GRAINED, Scheme
 from fp8jax.recipe.gemm import Recipe
-from fp8jax.recipe.quant import Quant
+from fp8jax.recipe.quant import CURRENT, Quant
+
+# The remedy where static scales of activations are missing.
+TABLE = "export.input_scales to a table of --job=calibrate of this model"
 
 
 def by(shape: tuple[int, ...]) -> str:
@@ -34,6 +37,8 @@ def other_codes(of: tuple[str, str, str], quant: Quant, scheme: Scheme) -> str:
   if whose == "the folder":
     has, theirs = f"{whose} holds weights as", "the folder's"
   again = f"export.requantize=True to requantize them as {scheme.weight}"
+  if scheme.inputs and scheme.inputs.source != CURRENT:
+    again += f", and {TABLE}"
   if why:
     return f"export.format: {has} {quant}: {why}. Set export.format='hf-bf16', or {again}"
   keeping = [f"export.format={name!r}" for name in _keeping(quant)]

@@ -184,8 +184,11 @@ class OptimizerConfig:
     if used > self.steps:
       words = " + ".join(f"optim.{name}" for name in phases)
       texts.append(f"{words} = {used} exceed steps={self.steps}; shorten the schedule")
-    if not 0 <= self.min_lr <= self.peak_lr:
-      texts.append(f"need 0 <= optim.min_lr={self.min_lr} <= optim.peak_lr={self.peak_lr}")
+    least, names = (0.0, "") if self.schedule == "constant" else (
+      self.min_lr, f"optim.min_lr={self.min_lr} <= "
+    )  # fmt: skip
+    if not 0 <= least <= self.peak_lr:
+      texts.append(f"need 0 <= {names}optim.peak_lr={self.peak_lr}")
     for name in ("b1", "b2"):
       if not 0 <= getattr(self, name) < 1:
         texts.append(f"optim.{name}={getattr(self, name)} must be in [0, 1)")

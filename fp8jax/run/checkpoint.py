@@ -167,13 +167,17 @@ class Checkpoints:
         f"the checkpoint {folder} cannot be read ({', '.join(items)}): {reason}; "
         f"{self._without(step)}"
       ) from e
+    begin = (
+      "begin with its weights in another --workdir: "
+      f"--config.init.workdir={folder.parent.parent} --config.init.weights_only=True"
+    )
+    if any(key.startswith("model.") and not key.startswith(_BEGUN) for key in accepted):
+      begin = "begin in another --workdir: its weights are of another model"
     raise UserError(
       f"the checkpoint {folder} holds another state than this configuration's: "
       f"{_difference(stored, wanted)}. "
-      + f"checkpoint.accept_changes cannot accept {', '.join(accepted)}. "
-      * bool(accepted)
-      + "Train on as it was; or begin with its weights in another --workdir: "
-      f"--config.init.workdir={folder.parent.parent} --config.init.weights_only=True"
+      + f"checkpoint.accept_changes cannot accept {', '.join(accepted)}. " * bool(accepted)
+      + f"Train on as it was; or {begin}"
     )
 
   def _without(self, step: int) -> str:
@@ -262,6 +266,8 @@ class Checkpoints:
     return f"from step {steps[-1]}" if steps else "from the beginning"
 
 
+# Adapters and a head may begin with the weights of a run that has none.
+_BEGUN = ("model.lora.", "model.reward_head")
 # Written at a time, as Orbax's standard handler has it.
 _AT_ONCE_GB = 96
 

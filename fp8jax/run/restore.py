@@ -246,25 +246,35 @@ def check_same_run(
   Raises:
     ConfigError: something else would be computed, or read, and is not accepted; all reasons.
   """
+  refused = identity.refused_changes(changes, accepted, read)
   problems = [
     f"{key} was {_shown(changes[key][0])} at step {step}"
     + (
       f", and is no key now: {REMOVED[key][0]}; take its weights, with init.weights_only"
       if key in REMOVED
-      else f" and is {_shown(changes[key][1])} now; to go on anyway, "
-      f'--config.checkpoint.accept_changes="{(*accepted, key)}"'
+      else f" and is {_shown(changes[key][1])} now"
     )
-    for key in identity.refused_changes(changes, accepted, read)
+    for key in refused
   ]
+  more = [key for key in refused if key not in REMOVED]
   if meta["data_fingerprint"] != fingerprint and "data" not in accepted:
+    more.append("data")
     if not any(p.startswith("data.") for p in problems):
       bos = changes.get("data.bos")
       bos = f"; data.bos was {bos[0]}, is {bos[1]}" if bos else ""
       problems.append(
         f"the data changed since step {step} (fingerprint {meta['data_fingerprint']} -> "
-        f"{fingerprint}{bos}); to go on anyway, "
-        f'--config.checkpoint.accept_changes="{(*accepted, "data")}"'
+        f"{fingerprint}{bos})"
       )
+  can_go_on = len(more) >= len(problems) and _PLACE not in changes and meta["readers"] == readers
+  if _PLACE in changes:
+    then, here = changes[_PLACE]
+    problems = [p for p in problems if not p.startswith(_PLACE)]
+    problems.append(
+      f"{_PLACE} was {then} at step {step} and is {here} now, and the place in the data is a "
+      "number of such steps: samples would be passed over, or come again. Set it back, or begin with the "
+      "weights in another --workdir, with init.workdir and init.weights_only"
+    )
   if meta["readers"] != readers:
     problems.append(
       f"the data were read differently until step {step}, so that the place to go on from is "
@@ -272,7 +282,14 @@ def check_same_run(
       "splits the batch over them in the same way, and data.workers 0 or not as before"
     )
   if problems:
-    raise resolve.ConfigError([*problems, "or start again with another --workdir"])
+    anyway = f'to go on anyway, --config.checkpoint.accept_changes="{(*accepted, *more)}"; '
+    raise resolve.ConfigError(
+      [*problems, f"{anyway * can_go_on}or start again with another --workdir"]
+    )
+
+
+# The key that the saved place in the data counts by.
+_PLACE = "data.samples_per_step"
 
 
 def _shown(value: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import texts
 
 from configs import base
-from fp8jax.config import resolve
+from fp8jax.config import checks, resolve
 from fp8jax.data import config as data_config
 from fp8jax.data import loader, sources
 from fp8jax.data.chat import packing, samples
@@ -171,6 +171,8 @@ def test_derived_numbers_are_bounded(folder):
     resolve.resolve_steps(c)
   c.data.samples_per_step, c.data.epochs = 8 * 256, 50.0
   assert resolve.resolve_steps(c)[1] == 50 * COUNT // 2048
+  for share, part in ((0.29, 29), (0.57, 57), (0.58, 58), (0.999, 99), (1e18, 10**20)):
+    assert checks.part_of(share, 100) == part
 
 
 def test_held_out_conversations_are_packed_whole_and_never_trained(folder, rows):

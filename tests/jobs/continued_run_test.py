@@ -13,7 +13,7 @@ from fp8jax.config import identity
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe.library import RECIPES
-from fp8jax.run import calibration, preemption
+from fp8jax.run import calibration, preemption, restore
 
 BF16_LATE = {"precision.schedule": ((4, ((".*", "bf16"),)),)}
 STATIC_LATE = {"precision.schedule": ((3, ((".*", "e4m3_static"),)),)}
@@ -51,12 +51,17 @@ def test_changes_that_start_another_state_are_refused_by_name(tmp_path, capsys):
     "optim.master_format": ("bf16_remainder", "params.* there and .* here"),
     "optim.grad_format": ("e4m3", "rest.grad_autoscale.mu is absent there and float32.. here"),
   }
-  for key, (value, differs) in refused.items():
+  size = "model.intermediate_size"
+  of_model = (128, "params.layers.mlp.down is .* there and .* here")
+  for key, (value, differs) in (refused | {size: of_model}).items():
     both = {key: value, "optim.peak_lr": 5e-4}
+    begin = "begin in another --workdir: its weights are of another model"
+    begin = begin if key == size else f"init.workdir={tmp_path} --config.ini"
     message = f"holds another state than this configuration's: .*{differs}. checkpoint.accept_c"
-    message += (
-      rf"hanges cannot accept {key}, optim.peak_lr\. .*init.workdir={tmp_path} --config.ini"
-    )
+    message += rf"hanges cannot accept {key}, optim.peak_lr\. .*{begin}"
+    with pytest.raises(ConfigError) as e:
+      train(**both)
+    assert f'accept_changes="{tuple(sorted(both))}"; or start again' in str(e.value)
     with pytest.raises(UserError, match=message):
       train(**both, **{"checkpoint.accept_changes": (*both,)})
   changes = {"optim.peak_lr": 5e-4, "checkpoint.accept_changes": ("optim.peak_lr",)}
@@ -68,6 +73,14 @@ def test_changes_that_start_another_state_are_refused_by_name(tmp_path, capsys):
   train(**changes)
   said = "".join(capsys.readouterr().out.split())
   assert "hasnorowofsteps2to3:thecurveshaveaholethere" in said and "resumingfromstep6" in said
+
+
+def test_a_place_that_counts_other_steps_is_refused_whatever_is_accepted():
+  key, meta = "data.samples_per_step", {"data_fingerprint": "a", "readers": {}}
+  with pytest.raises(ConfigError) as e:
+    restore.check_same_run({key: (4, 8), "seed": (0, 1)}, meta, 3, "b", {}, (key, "data"))
+  assert f"{key} was 4 at step 3 and is 8 now, and the place in the data" in str(e.value)
+  assert "seed was 0 at step 3 and is 1 now" in str(e.value) and "go on anyway" not in str(e.value)
 
 
 @pytest.mark.slow

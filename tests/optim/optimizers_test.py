@@ -101,12 +101,16 @@ def _rate(optim, step: int) -> float:
     dict(warmup_steps=14),  # wsd: nothing held
     dict(min_lr=0.0),
     dict(peak_lr=0.0, min_lr=0.0),
+    dict(peak_lr=1e-4),  # less than min_lr, which "constant" does not read
     dict(warmup_steps=1, decay_steps=0, steps=1),
   ],
   ids=str,
 )
 def test_schedule_equals_its_closed_form(name, changes):
   optim = dataclasses.replace(OPTIM, schedule=name, **changes)
+  if name != "constant" and optim.min_lr > optim.peak_lr:
+    assert optim.problems() == ["need 0 <= optim.min_lr=0.001 <= optim.peak_lr=0.0001"]
+    return
   assert not optim.problems()
   got = jax.vmap(schedule_lib.schedule(optim))(np.arange(optim.steps))
   want = [_rate(optim, step) for step in range(optim.steps)]
