@@ -272,8 +272,8 @@ def check_same_run(
     problems = [p for p in problems if not p.startswith(_PLACE)]
     problems.append(
       f"{_PLACE} was {then} at step {step} and is {here} now, and the place in the data is a "
-      "number of such steps: samples would be passed over, or come again. Set it back, or begin with the "
-      "weights in another --workdir, with init.workdir and init.weights_only"
+      "number of such steps: samples would be passed over, or come again. Set it back, or begin "
+      "with the weights in another --workdir, with init.workdir and init.weights_only"
     )
   if meta["readers"] != readers:
     problems.append(

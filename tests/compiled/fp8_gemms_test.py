@@ -158,10 +158,15 @@ REPEATED = [
   # Slow: the default, whose rows the tests below count.
   pytest.param("none", {}, "", marks=pytest.mark.slow),
   ("linears", {}, "attn/o"),
-  ("operands", {}, "attn/o"),
+  pytest.param("operands", {}, "attn/o", marks=pytest.mark.slow),
   ("full", {}, "attn/k attn/o attn/q attn/v mlp/gate mlp/up"),
   ("linears", {"memory__save_norm_inputs": GROUPS}, ""),
-  ("full", {"memory__save_layer_inputs": GROUPS}, "attn/k attn/o attn/q attn/v mlp/gate mlp/up"),
+  pytest.param(
+    "full",
+    {"memory__save_layer_inputs": GROUPS},
+    "attn/k attn/o attn/q attn/v mlp/gate mlp/up",
+    marks=pytest.mark.slow,
+  ),
 ]
 
 

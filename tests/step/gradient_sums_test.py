@@ -38,11 +38,11 @@ CASES = {
     FEW | {"optim.master_format": "bf16_remainder", "model.tie_embeddings": False,
            "memory.weight_operands": "per_step", "memory.remat_policy": "operands",
            "memory.save_gemm_inputs": "quantized"}, None, 3),
+}  # fmt: skip
+SLOW = {
   "adapters, nothing computed again": (
     FEW | SAVED | {"model.lora.rank": 4, "model.lora.base": "bf16", "model.num_layers": 2,
                    "memory.save_gate_up": "e4m3_16"}, None, 0),
-}  # fmt: skip
-SLOW = {
   "two runs of layers, tied, compressed inputs": (
     FEW | {"precision.first_bf16": 1, "memory.save_layer_inputs": "e4m3_16",
            "model.tie_embeddings": True}, None, 9),

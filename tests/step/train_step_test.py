@@ -143,9 +143,9 @@ def test_a_twin_starts_one_ulp_above(rng):
     jax.tree.map(np.testing.assert_array_equal, moved.opt, drawn.opt)
 
 
-def test_weights_without_ties_round_to_those_of_bfloat16(rng):
-  """In float32: every number of bfloat16, drawn once for a mesh and one device; next to none lies
-  half way between codes of E4M3 under a power of two afterwards. The others are as they were."""
+def test_weights_without_ties_round_to_those_of_bfloat16():
+  """In float32, every number of bfloat16: next to none lies half way between codes of E4M3 under a
+  power of two afterwards."""
   x = np.concatenate([np.arange(0x80, 0x7F80), np.arange(0x8080, 0xFF80), [0, 0x7F80]]) << 16
   x = np.append(x, 0x3F800001).astype(np.uint32).view(np.float32)  # the last between two
   got = np.asarray(jax.jit(params_lib.between)(x, jax.random.key(3)))
@@ -158,6 +158,9 @@ def test_weights_without_ties_round_to_those_of_bfloat16(rng):
   is_tie = lambda x: x.view(np.uint32) & 0xFFFFF == 0x80000  # noqa: E731
   assert is_tie(x).mean() == pytest.approx(1 / 16, rel=0.01) and is_tie(got).mean() < 1e-4
 
+
+@pytest.mark.slow
+def test_weights_are_moved_off_ties_alike_on_a_mesh_and_nothing_else_is():
   placed = {}
   for shape in (None, (2, 2, 2)):
     c = harness.tiny_config("block_128_pow2", **{"model.num_layers": 2})
