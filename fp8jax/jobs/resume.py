@@ -8,6 +8,7 @@ import jax
 import rich.console
 
 from fp8jax.config import identity
+from fp8jax.errors import UserError
 from fp8jax.jobs import run_state
 from fp8jax.jobs import start as start_lib
 from fp8jax.ops import scaling as scaling_lib
@@ -82,6 +83,11 @@ class Saver:
     data = (self._origin["data_fingerprint"], self._origin["readers"])
     read = policy_lib.keys_read(self._spec.precision.policy)
     restore.check_same_run(changes, meta, step, *data, accepted, read)
+    if step > self._spec.steps:
+      raise UserError(
+        f"the checkpoint is of step {step}, beyond steps={self._spec.steps}: set steps={step} or "
+        "more, or take an earlier checkpoint into another --workdir, with init.workdir, init.step"
+      )
     if policy := meta.get("policy"):
       now.policies.set(decide.PolicyState.from_json(policy))
     self._weights_dtype = meta["weights_dtype"]

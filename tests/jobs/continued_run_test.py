@@ -64,6 +64,8 @@ def test_changes_that_start_another_state_are_refused_by_name(tmp_path, capsys):
     assert f'accept_changes="{tuple(sorted(both))}"; or start again' in str(e.value)
     with pytest.raises(UserError, match=message):
       train(**both, **{"checkpoint.accept_changes": (*both,)})
+  with pytest.raises(UserError, match="is of step 6, beyond steps=5: set steps=6 or more"):
+    train(steps=5, **{"checkpoint.accept_changes": ("steps",)})
   changes = {"optim.peak_lr": 5e-4, "checkpoint.accept_changes": ("optim.peak_lr",)}
   # Records of two steps are lost.
   path = tmp_path / "metrics.jsonl"
