@@ -1,6 +1,6 @@
 """Refusals of a configuration, section by section."""
 
-import fractions
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +10,8 @@ from fp8jax.optim.optimizers import OptimizerConfig
 
 
 def part_of(share: float, number: int) -> int:
-  """share * number rounded down, of the decimal number that the share was written as.
-
-  In binary 0.29 * 100 is less than 29.
-  """
-  return int(fractions.Fraction(repr(float(share))) * number)
+  """share * number rounded down; what floating point makes of 0.29 * 100 or 1/3 * 300 is whole."""
+  return math.floor(round(share * number, 6))
 
 
 def layerwise_problems(c: Any) -> list[str]:

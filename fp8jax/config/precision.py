@@ -102,7 +102,7 @@ def frozen_problems(
             f"{path}: {base} rotates blocks of {rotation.size}, and the product contracts {extent},"
             " no multiple of it; set model.lora.base='bf16'"
           )
-        elif (recipe.is_quantized or rotation) and not _tiles_are_whole(
+        elif (recipe.is_quantized or rotation) and not tiles_are_whole(
           declared[path], model, layout, stored
         ):
           letters = "".join(declared[path].gemm_letters)
@@ -133,7 +133,7 @@ def _alternatives(recipe: Recipe, stored: Quant) -> str:
   return f"give it recipe {recipes}, or set model.lora.base={' or '.join(keys)}"
 
 
-def _tiles_are_whole(
+def tiles_are_whole(
   param, model: model_config.ModelConfig, layout: axes.Layout, stored: Quant
 ) -> bool:
   """Whether every device's part of a weight begins and ends with a tile, and a rotated block."""

@@ -144,7 +144,7 @@ def check_codes(spec: TrainSpec, meta, step: int):
       f"{other[0]} is {new!r} here and {old!r} in the checkpoint of step {step}, so that the codes "
       "of its training are not known: export it with the configuration that it was trained with"
     )
-  checks.choose(spec, spec.phase(max(step - 1, 0)))
+  checks.check_inputs(spec, checks.choose(spec, spec.phase(max(step - 1, 0))))
 
 
 def fold_smooth(spec: TrainSpec, params):

@@ -6,13 +6,14 @@ import shutil
 from collections.abc import Collection
 
 from fp8jax.config.files import Config
-from fp8jax.errors import ConfigErrors
+from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.export import fp8 as fp8_export
 from fp8jax.export import refusals
 from fp8jax.export.settings import Export
 from fp8jax.models import transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import names, schemes
+from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.phases.policy import SwitchRecipe
@@ -108,15 +109,22 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   last = spec.weights.step if spec.weights.step >= 0 else spec.steps
   if spec.weights.hf or not switches:
     plan = problems.attempt(lambda: choose(spec, spec.phase(max(last - 1, 0))))
-    inputs = [m.scheme.inputs for m in plan.matrices.values()] if plan else []
-    e = spec.of(Export)
-    problems.check(
-      # A quantized folder may have them.
-      bool(e.input_scales or spec.weights.hf)
-      or all(x is None or x.source == CURRENT for x in inputs),
-      f"export.format={e.format!r} has static scales of activations: set {refusals.TABLE}",
-    )
+    if spec.weights.hf and not hf_weights.codes_of(spec.weights.hf, spec.model):
+      problems.attempt(lambda: check_inputs(spec, plan))
   return problems.found
+
+
+def check_inputs(spec: TrainSpec, plan: fp8_export.Plan | None):
+  """Refuses static scales of activations that no table gives; a quantized folder may have them.
+
+  Raises:
+    UserError: names the key.
+  """
+  e, inputs = spec.of(Export), [m.scheme.inputs for m in plan.matrices.values()] if plan else []
+  if not e.input_scales and any(x is not None and x.source != CURRENT for x in inputs):
+    raise UserError(
+      f"export.format={e.format!r} has static scales of activations: set {refusals.TABLE}"
+    )
 
 
 def _check_fp8(e: Config, problems: ConfigErrors):

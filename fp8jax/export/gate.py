@@ -130,7 +130,7 @@ class Gate:
       )
     self._judge("fp8jax", self._logits(read(folder)))
     if plan is not None and served_pass.quantizes_inputs(plan):
-      spec = served_pass.whole(self._spec)
+      spec = served_pass.whole(self._spec, plan)
       params, sites = served_pass.load(spec, plan, folder)
       self._judge("served", self._forward(spec, sites)(params))
 
@@ -150,7 +150,7 @@ class Gate:
     bounds = {"bound": FIDELITY * max(floor, _LEAST)}
     served, is_quantized = ours, plan is not None and served_pass.quantizes_inputs(plan)
     if plan is not None and is_quantized:
-      wide = served_pass.whole(wide)
+      wide = served_pass.whole(wide, plan)
       params, sites = served_pass.load(wide, plan, folder)
       logits = self._forward(wide, sites)
       served = [params_lib.on_host(x) for x in logits(params)]
@@ -184,8 +184,9 @@ class Gate:
     weights = params = read(folder)
     logits, logits_in_16, served = self._forward(wide), self._forward(narrow), None
     if plan is not None and served_pass.quantizes_inputs(plan):
-      params, sites = served_pass.load(served_pass.whole(wide), plan, folder)
-      served, logits_in_16 = (self._forward(served_pass.whole(s), sites) for s in (wide, narrow))
+      specs = [served_pass.whole(s, plan) for s in (wide, narrow)]
+      params, sites = served_pass.load(specs[0], plan, folder)
+      served, logits_in_16 = (self._forward(s, sites) for s in specs)
       logits = served
     ours = [params_lib.on_host(x) for x in logits(params)]
     in_16 = map(_in_16, logits_in_16(params))

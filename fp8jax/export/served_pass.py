@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from fp8jax import params as params_lib
+from fp8jax.config import precision
 from fp8jax.export import fp8 as fp8_lib
 from fp8jax.export import matrices
 from fp8jax.formats import E2M1, E4M3, E4M3_240
@@ -25,7 +26,7 @@ from fp8jax.quantization import amax_history, quantize
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Accumulation, Gemm, Recipe
-from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Scale, Static
+from fp8jax.recipe.quant import CURRENT, Quant, Scale
 from fp8jax.step.train_spec import TrainSpec
 
 
@@ -33,54 +34,59 @@ def quantizes_inputs(plan: fp8_lib.Plan | None) -> bool:
   return plan is not None and any(m.scheme.inputs for m in plan.matrices.values())
 
 
-def recipe(scheme: Scheme, is_in_codes: bool) -> Recipe:
-  """The forward product of a scheme; of a matrix `in codes`, of the container's.
+# Of a stack whose layers are in several schemes, or some in 16 bits: its values, under scales of 1.
+_VALUES = Quant(E4M3)
 
-  Codes carry their scales. Others are found again by the scale of a tensor, which may be that of
-  several, or by the amax of every other tile.
-  """
+
+def recipe(scheme: Scheme, is_in_codes: bool) -> Recipe:
+  """The forward product of a matrix as `load` has it: in the container's codes, or its values."""
   w = scheme.weight
-  source = CURRENT if is_in_codes or not _has_given_scale(scheme) else Static()
-  format = E4M3 if is_in_codes and w.format == E4M3_240 else w.format
-  w = dataclasses.replace(w, format=format, tile=scheme.tile, source=source)
+  format = E4M3 if w.format == E4M3_240 else w.format
+  w = dataclasses.replace(w, format=format, tile=scheme.tile, source=CURRENT)
+  w = w if is_in_codes else _VALUES
   sizes = [q.tile[1] for q in (w, scheme.inputs) if q and q.tile[1]]
   how = math.gcd(*sizes) if sizes and scheme.inputs else Accumulation.PRECISE
   return Recipe("served", Gemm(scheme.inputs, w, how))
 
 
-def whole(spec: TrainSpec) -> TrainSpec:
-  """The spec with every weight whole on every device: in its codes, whatever its scales' tiles."""
-  layout = spec.run.layout
+def whole(spec: TrainSpec, plan: fp8_lib.Plan) -> TrainSpec:
+  """The spec where no tile of activations or weights lies on two devices: the batch alone is split,
+  and weights at rest, where their tiles allow it."""
+  layout, declared = spec.run.layout, site_tree.find_sites(transformer.site_params(spec.model))
   acts = tuple((letter, over) for letter, over in layout.acts if letter == "B")
-  layout = dataclasses.replace(layout, weights=(), acts=acts)
+  weights = {
+    (e.path, dataclasses.replace(m.scheme.weight, tile=m.scheme.tile))
+    for e in names.entries(spec.model) if (m := plan.matrices.get(e.name))
+  }  # fmt: skip
+  are_whole = all(
+    precision.tiles_are_whole(declared[path], spec.model, layout, quant) for path, quant in weights
+  )
+  layout = dataclasses.replace(layout, weights=layout.weights if are_whole else (), acts=acts)
   return dataclasses.replace(spec, run=dataclasses.replace(spec.run, layout=layout))
-
-
-def _has_given_scale(scheme: Scheme) -> bool:
-  is_of_tensor = scheme.tile == (WHOLE, WHOLE)
-  return is_of_tensor and scheme.weight.scale not in (Scale.E4M3_OVER_F32, Scale.ONE)
 
 
 def load(spec: TrainSpec, plan: fp8_lib.Plan, folder: str):
   """(parameters, sites) of a folder for a `whole` spec, as servers multiply it.
 
-  Matrices are in the folder's codes, but where those of other layers are in another scheme.
+  Matrices are in the folder's codes. Where those of other layers are in another scheme, they are
+  float32: no scale is looked for again.
   """
-  paths = {e.path for e in names.entries(spec.model) if e.inputs}
-  params = hf_weights.load_params(folder, spec.model, spec.run.layout, codes_of=paths)[0]
+  entries = [e for e in names.entries(spec.model) if e.name in plan.matrices]
+  paths = {e.path: cast(int, e.inputs) for e in entries}
+  params = hf_weights.load_params(folder, spec.model, spec.run.layout, codes_of=set(paths))[0]
   flat = params_lib.flatten(params)
-  in_codes = {path for path, made in flat.items() if isinstance(made, StoredMatrix)}
-  return params, sites(spec, plan, in_codes, hf_tensors.Folder(folder))
+  in_codes = {path for path in paths if isinstance(flat[path], StoredMatrix)}
+  for path in paths.keys() - in_codes:
+    ones = jnp.ones((flat[path].shape[0], 1, 1), jnp.float32)
+    flat[path] = StoredMatrix(flat[path], ones, paths[path], _VALUES)
+  return params_lib.unflatten(flat), sites(spec, plan, in_codes)
 
 
-def sites(
-  spec: TrainSpec, plan: fp8_lib.Plan, in_codes: Collection[str], folder: hf_tensors.Folder
-):
+def sites(spec: TrainSpec, plan: fp8_lib.Plan, in_codes: Collection[str]):
   """The sites of a `whole` model multiplied by the plan, static scales included.
 
   Args:
-    in_codes: paths of the stacks that are StoredMatrix.
-    folder: with the scales of the others.
+    in_codes: paths of the stacks that are in a folder's codes.
   """
   entries = {fp8_lib.site_of(e): e for e in names.entries(spec.model)}
   entries = {site: e for site, e in entries.items() if e.name in plan.matrices}
@@ -94,17 +100,10 @@ def sites(
     spec.run.layout, backends=site_tree.Backends("reference", spec.device, spec.tokens_per_device),
   )  # fmt: skip
 
-  def weight_amax(name: str) -> float:
-    """1 where it is not asked for."""
-    scheme, entry = chosen[name].scheme, entries[name]
-    if entry.path in in_codes or not _has_given_scale(scheme):
-      return 1.0
-    return float(folder.read_codes(entry.name).scale.item()) * matrices.reach(scheme.weight)
-
   def one(site):
     if site.scaling_state is None:
       return site
-    amax_3 = jnp.float32([[_input_amax(chosen[n]), weight_amax(n), 1.0] for n in site.layer_names])
+    amax_3 = jnp.float32([[_input_amax(chosen[n]), 1.0, 1.0] for n in site.layer_names])
     amax_3 = amax_3 if site.layers else amax_3[0]
     return dataclasses.replace(site, scaling_state=amax_history.calibrated(site.recipe, amax_3))
 

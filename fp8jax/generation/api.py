@@ -301,9 +301,10 @@ def load(
   rules = (("head", "bf16"), ("layers/.*", recipe))
   declaration = transformer.site_params(cfg)
   of_model = (transformer.params(cfg), declaration, cfg)
-  problems.extend(layout_checks.uneven(*of_model, [rules], layout, None, _smaller))
+  texts = layout_checks.uneven(*of_model, [rules], layout, None, _smaller)
   of_sites = (declaration, cfg.dims, rules, layout, None)
-  problems.extend(layout_checks.find_broken_rotations(*of_sites))
+  texts += layout_checks.find_broken_rotations(*of_sites)
+  problems.extend([text.replace("mesh.tensor", "`tensor`") for text in texts])
   problems.refuse()
   matmul = "dequantized" if weight_form == VALUES else "auto"
   backends = site_tree.Backends(matmul, device, slots // data)

@@ -267,7 +267,7 @@ class Checkpoints:
 
 
 # Adapters and a head may begin with the weights of a run that has none.
-_BEGUN = ("model.lora.", "model.reward_head")
+_BEGUN = ("model.lora", "model.reward_head")
 # Written at a time, as Orbax's standard handler has it.
 _AT_ONCE_GB = 96
 

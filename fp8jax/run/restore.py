@@ -266,8 +266,10 @@ def check_same_run(
         f"the data changed since step {step} (fingerprint {meta['data_fingerprint']} -> "
         f"{fingerprint}{bos})"
       )
-  can_go_on = len(more) >= len(problems) and _PLACE not in changes and meta["readers"] == readers
-  if _PLACE in changes:
+  # Only a run on conversations reads it, and its data are others then.
+  is_lost = _PLACE in changes and meta["data_fingerprint"] != fingerprint
+  can_go_on = len(more) >= len(problems) and not is_lost and meta["readers"] == readers
+  if is_lost:
     then, here = changes[_PLACE]
     problems = [p for p in problems if not p.startswith(_PLACE)]
     problems.append(

@@ -173,6 +173,7 @@ def test_derived_numbers_are_bounded(folder):
   assert resolve.resolve_steps(c)[1] == 50 * COUNT // 2048
   for share, part in ((0.29, 29), (0.57, 57), (0.58, 58), (0.999, 99), (1e18, 10**20)):
     assert checks.part_of(share, 100) == part
+  assert all(checks.part_of(k / n, 10 * n) == 10 * k for n in range(1, 60) for k in range(n))
 
 
 def test_held_out_conversations_are_packed_whole_and_never_trained(folder, rows):

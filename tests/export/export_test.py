@@ -61,7 +61,7 @@ def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
     ({"weights.hf": "", "export.format": "hf-fp8-block", "export.scale_fmt": "ue8m0"},
      "Set export.scale_fmt='auto' to keep"),
     ({"weights.hf": "", "export.format": "modelopt"}, "joint, and export.input_scales to a table"),
-    ({"weights.hf": "", "export.format": "modelopt", "export.requantize": True},
+    ({"export.format": "modelopt"},
      "export.format='modelopt' has static scales of activations: set export.input_scales to a tab"),
     ({"export.format": "gguf", "export.strategy": "row"}, "export.strategy='row' is not one of"),
     ({"export.scale_fmt": "ue8m0"}, "export.scale_fmt='ue8m0' is of export.format='hf-fp8-block'"),

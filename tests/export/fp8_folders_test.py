@@ -30,7 +30,7 @@ from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.schemes import COMPRESSED, FINE_GRAINED
 from fp8jax.ops import gemm_spec, linear, site, site_tree, stored_params
 from fp8jax.ops.site import ScalingInputs
-from fp8jax.quantization import amax_history, bf16_remainder, quantize, stored_matrix
+from fp8jax.quantization import amax_history, bf16_remainder, stored_matrix
 from fp8jax.recipe.quant import Hadamard
 
 TINY = ModelConfig(
@@ -193,37 +193,70 @@ def test_generation_multiplies_the_codes_of_a_folder_as_they_are(tmp_path, recip
     assert (same and np.array_equal(scale, of_want)) == is_kept
 
 
-@pytest.mark.parametrize(
-  "fp8, shape, is_mixed",
-  [(schemes.fp8(COMPRESSED, "block"), (2, 2, 2), False), (TENSORS, None, True)],
-)
-def test_the_served_pass_multiplies_the_codes_of_a_folder(tmp_path, fp8, shape, is_mixed):
-  """Of tiles that a mesh would split; under a scale of fused tensors, beside layers in 16 bits."""
-  specs = [harness.tiny_spec(harness.tiny_config("bf16"), of) for of in (shape, None)]
-  cfg = specs[0].model
-  rules = (("head", "bf16"), *(("layers/0/.*", "bf16"),) * is_mixed, ("layers/.*", "block_128"))
-  recipes = site_tree.recipes_of(
-    site_tree.build_sites(transformer.site_params(cfg), cfg.dims, rules)
-  )
-  plan = fp8_export.choose(names.entries(cfg), cfg.dims, recipes, fp8, requantize=True)
-  write.save(str(tmp_path), write.model(harness.init_params(cfg, 1), cfg, "bfloat16", fp8=plan))
-  raw, logits = _raw(tmp_path), []
-  for spec in map(served_pass.whole, specs[: 1 + (shape is not None)]):
-    loaded, sites = served_pass.load(spec, plan, str(tmp_path))
-    for name in MULTIPLIED:
-      part, key = name.removeprefix("self_").removesuffix("_proj").split(".")
-      stack, one = loaded["layers"][part][key], sites["layers"][-1][part][key]
-      want = raw[f"model.layers.1.{name}.weight"][1].view(np.uint8)
-      if is_mixed:
-        w, amax = stack[1].reshape(want.shape[::-1]), one.scaling_state.amax_3[-1, 1]
-        data = quantize.quantize(w, one.recipe.fwd.rhs, contraction=0, amax=amax).data
-      else:
-        data = stack.data[1].reshape(want.shape[::-1]).T
-      np.testing.assert_array_equal(np.asarray(data).view(np.uint8), want, err_msg=name)
-    text = types.SimpleNamespace(inputs=harness.placed_uneven_batch(spec))
-    logits += divergence.forward(spec, sites, [text])(loaded)
-  if shape:
-    np.testing.assert_allclose(*logits, rtol=0, atol=1e-5)
+def _saved_plan(path, cfg, fp8, first="block_128"):
+  """The plan of a folder of random weights whose first layer trained in another recipe."""
+  rules = (("head", "bf16"), ("layers/0/.*", first), ("layers/.*", "block_128"))
+  sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, rules)
+  entries, recipes = names.entries(cfg), site_tree.recipes_of(sites)
+  plan = fp8_export.choose(entries, cfg.dims, recipes, fp8, requantize=True)
+  seen = {(n, "x"): 4.0 for n in recipes}
+  plan = fp8_export.with_amaxes(plan, entries, {}, seen)
+  write.save(str(path), write.model(harness.init_params(cfg, 1), cfg, "bfloat16", fp8=plan))
+  return plan
+
+
+def _served(spec, plan, path):
+  """(logits as a server computes them, the parameters)."""
+  spec = served_pass.whole(spec, plan)
+  loaded, sites = served_pass.load(spec, plan, str(path))
+  text = types.SimpleNamespace(inputs=harness.placed_uneven_batch(spec))
+  (logits,) = divergence.forward(spec, sites, [text])(loaded)
+  return np.asarray(logits), loaded
+
+
+@pytest.mark.parametrize("fp8, shape", [
+  (schemes.fp8(COMPRESSED, "block"), (2, 2, 2)),  # a mesh would split tiles
+  (TENSORS, (2, 2, 2)),
+  (schemes.Scheme(schemes.MODELOPT, schemes.NVFP4, schemes.NVFP4_INPUTS), None),
+], ids=["blocks", "tensors", "nvfp4"])  # fmt: skip
+def test_the_served_pass_multiplies_the_codes_of_a_folder(tmp_path, monkeypatch, fp8, shape):
+  """On a mesh as on one device; the values of a stack as its codes."""
+  config = harness.tiny_config("bf16")
+  alone = harness.tiny_spec(config)
+  spec = harness.tiny_spec(config, shape) if shape else alone
+  plan = _saved_plan(tmp_path, spec.model, fp8)
+  logits, loaded = _served(spec, plan, tmp_path)
+  folder = hf_tensors.Folder(str(tmp_path))
+  for name in MULTIPLIED:
+    part, key = name.removeprefix("self_").removesuffix("_proj").split(".")
+    want = folder.read_codes(f"model.layers.1.{name}.weight").data
+    got = np.asarray(loaded["layers"][part][key].data[1]).reshape(want.shape[::-1]).T
+    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8), err_msg=name)
+  if has_values := fp8.label != "block":  # read as where layers are in several schemes
+    load = hf_weights.load_params
+    monkeypatch.setattr(hf_weights, "load_params", lambda *args, codes_of: load(*args))
+  other, loaded = _served(alone, plan, tmp_path)
+  kind = loaded["layers"]["mlp"]["up"].data.dtype
+  assert (kind == jnp.float32) == has_values
+  # Sums in another order move some tokens' activations to the next code; other weights move all.
+  assert np.mean(np.abs(logits - other) < 1e-5) > 0.7
+
+
+def test_layers_in_16_bits_are_served_as_they_are(tmp_path, monkeypatch):
+  """Beside others whose scale is that of fused matrices: no scale is looked for again."""
+  spec = harness.tiny_spec(harness.tiny_config("bf16"))
+  plan = _saved_plan(tmp_path, spec.model, TENSORS, first="bf16")
+  assert not any(name.startswith("model.layers.0.") for name in plan.matrices)
+  logits, loaded = _served(spec, plan, tmp_path)
+  wide, _ = hf_weights.load_params(str(tmp_path), spec.model)
+  for path, want in params.flatten(wide["layers"]).items():
+    got = params.flatten(loaded["layers"])[path]
+    got = got.unpack() if isinstance(got, stored_matrix.StoredMatrix) else got
+    np.testing.assert_array_equal(got, want, err_msg=path)
+  text = types.SimpleNamespace(inputs=harness.placed_uneven_batch(spec))
+  (plain,) = divergence.forward(spec, spec.sites("bf16"), [text])(wide)
+  # Activations of one of two layers are rounded.
+  assert 1e-4 < np.abs(logits - plain).max() < 0.2
 
 
 def test_export_states_both_names_of_skipped_modules_and_the_scales_of_inputs(tmp_path):

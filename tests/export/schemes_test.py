@@ -193,7 +193,7 @@ def test_the_pass_of_a_folder_multiplies_the_codes_that_a_reader_finds(name):
   spec = types.SimpleNamespace(
     model=CFG, run=ComputeConfig(), device=choose.Device("cpu"), tokens_per_device=64
   )
-  sites = served_pass.sites(spec, fp8_export.Plan(matrices, {}, 0.0), {"layers/mlp/up"}, None)
+  sites = served_pass.sites(spec, fp8_export.Plan(matrices, {}, 0.0), {"layers/mlp/up"})
   recipe = site_tree.recipes_of(sites)["layers/1/mlp/up"]
   scheme = found.scheme(UP)
   read = dataclasses.replace(scheme.weight, tile=scheme.tile)

@@ -83,6 +83,7 @@ def test_a_place_that_counts_other_steps_is_refused_whatever_is_accepted():
     restore.check_same_run({key: (4, 8), "seed": (0, 1)}, meta, 3, "b", {}, (key, "data"))
   assert f"{key} was 4 at step 3 and is 8 now, and the place in the data" in str(e.value)
   assert "seed was 0 at step 3 and is 1 now" in str(e.value) and "go on anyway" not in str(e.value)
+  restore.check_same_run({key: (0, 8)}, meta, 3, "a", {}, (key,))  # of a run on documents
 
 
 @pytest.mark.slow
