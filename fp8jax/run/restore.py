@@ -268,7 +268,8 @@ def check_same_run(
       )
   # Only a run on conversations reads it, and its data are others then.
   is_lost = _PLACE in changes and meta["data_fingerprint"] != fingerprint
-  can_go_on = len(more) >= len(problems) and not is_lost and meta["readers"] == readers
+  is_removed = any(key in REMOVED for key in refused)
+  can_go_on = not (is_lost or is_removed or meta["readers"] != readers)
   if is_lost:
     then, here = changes[_PLACE]
     problems = [p for p in problems if not p.startswith(_PLACE)]
