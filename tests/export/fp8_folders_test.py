@@ -242,13 +242,13 @@ def test_the_served_pass_multiplies_the_codes_of_a_folder(tmp_path, monkeypatch,
   assert np.mean(np.abs(logits - other) < 1e-5) > 0.7
 
 
-def test_layers_in_16_bits_are_served_as_they_are(tmp_path, monkeypatch):
-  """Beside others whose scale is that of fused matrices: no scale is looked for again."""
-  spec = harness.tiny_spec(harness.tiny_config("bf16"))
+def test_layers_in_16_bits_are_served_as_they_are(tmp_path):
+  """Beside others whose scale is that of fused matrices, on a mesh: the values of both."""
+  spec = harness.tiny_spec(harness.tiny_config("bf16"), (2, 2, 2))
   plan = _saved_plan(tmp_path, spec.model, TENSORS, first="bf16")
   assert not any(name.startswith("model.layers.0.") for name in plan.matrices)
   logits, loaded = _served(spec, plan, tmp_path)
-  wide, _ = hf_weights.load_params(str(tmp_path), spec.model)
+  wide, _ = hf_weights.load_params(str(tmp_path), spec.model, spec.run.layout)
   for path, want in params.flatten(wide["layers"]).items():
     got = params.flatten(loaded["layers"])[path]
     got = got.unpack() if isinstance(got, stored_matrix.StoredMatrix) else got
