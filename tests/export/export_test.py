@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import safetensors
 
+from fp8jax.config import identity
 from fp8jax.data.chat import template
 from fp8jax.errors import UserError
 from fp8jax.evaluation import divergence
-from fp8jax.export import checks
+from fp8jax.export import build, checks
 from fp8jax.export import fp8 as fp8_export
 from fp8jax.export import gate as export_gate
 from fp8jax.models.hf import config as hf_config
@@ -81,6 +82,13 @@ def test_export_refuses_what_a_format_cannot_hold_before_it_reads(export, change
   done = export(**changes)
   assert (done.code, done.stdout) == (1, "") and message in done.stderr, done.stderr
   assert not done.target.exists() and not done.target.with_name("target.part").exists()
+
+
+def test_a_checkpoint_without_a_table_of_inputs_is_refused_before_it_is_read():
+  c = harness.tiny_config("block_128", **{"export.format": "modelopt", "export.requantize": True})
+  spec = harness.tiny_spec(c, job="export")
+  with pytest.raises(UserError, match="'modelopt' has static scales .* export.input_scales to a t"):
+    build.check_codes(spec, {"config": identity.identity(spec)}, 2)
 
 
 def test_a_model_that_transformers_refuses_is_trained():
