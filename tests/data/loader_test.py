@@ -62,6 +62,7 @@ def test_documents_are_kept_apart_by_segments_positions_and_weights(corpus):
   np.testing.assert_array_equal(other["positions_BL"], np.tile(np.arange(64), (4, 1)))
 
 
+@pytest.mark.slow  # shuffled: shuffle_test.py
 def test_order_depends_on_the_seed_alone(corpus):
   spec = texts.spec(corpus)
   first = texts.take(spec, 8)

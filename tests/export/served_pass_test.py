@@ -49,7 +49,7 @@ def _served(spec, plan, path):
 
 @pytest.mark.parametrize("fp8, shape", [
   (schemes.fp8(COMPRESSED, "block"), (2, 2, 2)),  # a mesh would split tiles
-  (TENSORS, (2, 2, 2)),
+  pytest.param(TENSORS, (2, 2, 2), marks=pytest.mark.slow),
   (schemes.Scheme(schemes.MODELOPT, schemes.NVFP4, schemes.NVFP4_INPUTS), None),
 ], ids=["blocks", "tensors", "nvfp4"])  # fmt: skip
 def test_the_served_pass_multiplies_the_codes_of_a_folder(tmp_path, monkeypatch, fp8, shape):

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
+import pytest
 
 from fp8jax.integrations import flax as fp8
 from fp8jax.ops import site as site_lib
@@ -70,6 +71,7 @@ def _train(recipe):
   return *train(params, first, windows), first
 
 
+@pytest.mark.slow
 def test_next_byte_model_trains_in_every_recipe():
   wide, _, _ = _train(None)
   assert wide[0] > 6.9 and wide[-10:].mean() < 4.0  # it learned something

@@ -78,7 +78,9 @@ def _generate(run_job, rules, workdir, monkeypatch):
   return made.score([([104, 101, 108], [108, 111, 32, 119])])[0][0]
 
 
-@pytest.mark.parametrize("job", [_evaluate, _diagnose, _generate])
+@pytest.mark.parametrize(
+  "job", [pytest.param(_evaluate, marks=pytest.mark.slow), _diagnose, _generate]
+)
 def test_a_job_computes_in_the_recipes_that_policies_switched_to(
   run_job, trained, switch, job, monkeypatch
 ):

@@ -86,6 +86,7 @@ def test_recipes_that_a_roll_back_undoes_leave_the_table_of_sites(tmp_path):
   assert {row["recipe"] for row in rows if row["site"] != "head"} == {"tensor_delayed"}
 
 
+@pytest.mark.slow
 def test_a_gradient_that_overflows_is_undone_though_its_loss_is_no_jump(tmp_path):
   """The state has halted: were it not undone, no later step would apply an update."""
 

@@ -111,7 +111,11 @@ def test_sizes_are_anything(rng, name, rows, columns):
 
 
 @pytest.mark.parametrize(
-  "name, dtype, columns", [("weight", jnp.float32, 288), ("weight pow2", jnp.bfloat16, 210)]
+  "name, dtype, columns",
+  [
+    ("weight", jnp.float32, 288),
+    pytest.param("weight pow2", jnp.bfloat16, 210, marks=pytest.mark.slow),
+  ],
 )
 def test_a_layer_is_read_in_its_stack(rng, name, dtype, columns):
   """And, where TMA cannot move it as it is, copied out: 210 columns of 16 bits."""

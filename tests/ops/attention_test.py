@@ -135,11 +135,11 @@ def _plain(q, k, v, first_key):
   [
     ((6, 2), (1, 1, 2), dict(H="tensor", G="tensor")),
     ((8, 2), (2, 1, 4), dict(B="data", H="tensor")),
-    ((12, 4), (1, 1, 3), dict(H="tensor")),
+    pytest.param((12, 4), (1, 1, 3), dict(H="tensor"), marks=pytest.mark.slow),
     ((8, 2), (1, 2, 2), dict(H=("fsdp", "tensor"))),
     ((8, 2), (1, 1, 2), dict(G="tensor")),
     ((8, 4), (1, 2, 2), dict(H=("tensor", "fsdp"), G="fsdp")),
-    ((6, 3), (1, 2, 1), dict(B="fsdp")),
+    pytest.param((6, 3), (1, 2, 1), dict(B="fsdp"), marks=pytest.mark.slow),
   ],
   ids=["keys with their queries", "one key head for all queries", "a key head per query",
        "two axes", "keys alone", "keys elsewhere", "sequences"],

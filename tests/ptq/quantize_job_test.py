@@ -129,6 +129,7 @@ def test_a_checkpoint_that_was_trained_in_fp8_becomes_a_folder_in_int8(quantize,
     np.testing.assert_array_equal(folder.read(f"{stem}weight"), oracle.cast(w_NK / scale, "int8"))
 
 
+@pytest.mark.slow
 def test_gaudi_2_gets_one_of_its_scales_with_back_off(quantize, source, tmp_path):
   """Weights keep half of the range to 240, activations three quarters (arXiv:2503.09975)."""
   model = shutil.copytree(source, tmp_path / "model")

@@ -40,6 +40,7 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   harness.assert_trees_equal(state.scaling_states, scaling_states)  # static: never moved
 
 
+@pytest.mark.slow
 def test_calibration_by_percentile_says_what_it_clips():
   spec = harness.one_layer_spec(**{
     "precision.rules": harness.only_down("e4m3_static"),

@@ -111,6 +111,7 @@ def test_divergence_is_from_the_base(rng):
   np.testing.assert_allclose(found, (p * np.log(p / q)).sum(1), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_estimates_are_slopes_of_small_switches(study):
   estimated = study.estimate()
   everything = [place.name for place in study.places]
