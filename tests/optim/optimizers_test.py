@@ -81,6 +81,99 @@ def test_five_steps_equal_adamw_in_float64(rng, changes):
     assert np.any(got["w"] != params["w"]) == (i > 0)  # the first rate of a warm-up is zero
 
 
+def _mean(old, new, decay):
+  return decay * old + (1 - decay) * new
+
+
+def _moments(s, g, t, o):
+  """First and second moment of the gradient, both without the bias of their start."""
+  s["m"], s["v"] = _mean(s["m"], g, o.b1), _mean(s["v"], g * g, o.b2)
+  return s["m"] / (1 - o.b1**t), s["v"] / (1 - o.b2**t)
+
+
+def _lion(s, g, t, o):
+  """Chen et al. 2023 (arXiv:2302.06675), alg. 2."""
+  update = np.sign(_mean(s["m"], g, o.b1))
+  s["m"] = _mean(s["m"], g, o.b2)
+  return update
+
+
+def _adabelief(s, g, t, o):
+  """Zhuang et al. 2020 (arXiv:2010.07468), alg. 2; its second epsilon is 1e-16 here."""
+  s["m"] = _mean(s["m"], g, o.b1)
+  s["v"] = _mean(s["v"], (g - s["m"]) ** 2, o.b2) + 1e-16
+  return s["m"] / (1 - o.b1**t) / (np.sqrt(s["v"] / (1 - o.b2**t)) + o.eps)
+
+
+def _adamax(s, g, t, o):
+  """Kingma & Ba 2015 (arXiv:1412.6980), alg. 2, epsilon beside the gradient."""
+  s["m"], s["v"] = _mean(s["m"], g, o.b1), np.maximum(o.b2 * s["v"], np.abs(g) + o.eps)
+  return s["m"] / (1 - o.b1**t) / s["v"]
+
+
+def _nadam(s, g, t, o):
+  """Dozat 2016 with a constant momentum: the step that the next first moment begins with."""
+  _, v = _moments(s, g, t, o)
+  ahead = o.b1 * s["m"] / (1 - o.b1 ** (t + 1)) + (1 - o.b1) * g / (1 - o.b1**t)
+  return ahead / (np.sqrt(v) + o.eps)
+
+
+def _radam(s, g, t, o):
+  """Liu et al. 2020 (arXiv:1908.03265), alg. 2; rectified from a length of 5 on, as in Optax."""
+  m, v = _moments(s, g, t, o)
+  limit = 2 / (1 - o.b2) - 1
+  length = limit - 2 * t * o.b2**t / (1 - o.b2**t)
+  if length < 5:
+    return m
+  r = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
+  return math.sqrt(r) * m / (np.sqrt(v) + o.eps)
+
+
+def _rmsprop(s, g, t, o):
+  return g / (np.sqrt(_moments(s, g, t, o)[1]) + o.eps)
+
+
+def _sgd(s, g, t, o):
+  _moments(s, g, t, o)
+  return s["m"]
+
+
+RULES = {
+  "lion": _lion, "adabelief": _adabelief, "adamax": _adamax, "nadam": _nadam, "radam": _radam,
+  "rmsprop": _rmsprop, "sgd": _sgd,
+}  # fmt: skip
+
+
+def test_every_rule_is_its_papers_in_float64(rng):
+  """Eight steps, past the first that RAdam rectifies. AdamW: above; Madam: madam_test.py."""
+  assert {*RULES, "adam", "madam"} == {*optimizers.OPTIMIZERS}
+  optim = dataclasses.replace(OPTIM, schedule="constant", warmup_steps=0, grad_clip_norm=0.0)
+  start = rng.standard_normal(SHAPES["w"]).astype(np.float32)
+  sizes = np.array([0.1, 1.0] * 4)[:, None, None]
+  gradients = (sizes * rng.standard_normal((8, *SHAPES["w"]))).astype(np.float32)
+  rules = {name: dataclasses.replace(optim, optimizer=name, eps=1e-3) for name in RULES}
+  leaves = {name: optimizers.leaves(o, DECLARATION)["w"] for name, o in rules.items()}
+
+  @jax.jit
+  def step(values, states, g, number):
+    now = update_lib.UpdateArgs(number, optim.peak_lr, 1.0)
+    moved = {k: update_lib.update_param(leaf, g, states[k], values[k], now)
+             for k, leaf in leaves.items()}  # fmt: skip
+    return [{k: v[i] for k, v in moved.items()} for i in (1, 0)]
+
+  got = dict.fromkeys(RULES, start)
+  states = {name: update_lib.init(leaf, start)[0] for name, leaf in leaves.items()}
+  want = {name: start.astype(np.float64) for name in RULES}
+  kept = {name: {"m": np.zeros(start.shape), "v": np.zeros(start.shape)} for name in RULES}
+  for t, g in enumerate(gradients, 1):
+    got, states = step(got, states, g, t - 1)
+    for name, rule in RULES.items():
+      update = rule(kept[name], g.astype(np.float64), t, rules[name])
+      want[name] -= optim.peak_lr * (update + optim.weight_decay * want[name])
+      atol = 4 * tolerances.FLOAT32_SUM * np.abs(want[name]).max()
+      np.testing.assert_allclose(got[name], want[name], rtol=0, atol=atol, err_msg=f"{name}, {t}")
+
+
 def _rate(optim, step: int) -> float:
   """Learning rate of update `step`, the first being 0."""
   o = optim
