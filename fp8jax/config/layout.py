@@ -117,11 +117,11 @@ def check(c, model, declaration, recipes, layout: axes.Layout, microbatch, probl
   sites, trains = transformer.site_params(model), "global_batch" in needs.batches
   tokens = microbatch * c.seq_len // (layout.size(layout.act_axes("B")) if trains else 1)
   rotated = tokens if trains else None
-  for phase in recipes.phases:
-    problems.extend(find_broken_rotations(sites, model.dims, phase.rules, layout, rotated))
+  rules = [] if needs.is_wide(c) else [phase.rules for phase in recipes.phases]
+  for one in rules:
+    problems.extend(find_broken_rotations(sites, model.dims, one, layout, rotated))
   if layout.mesh is None:
     return
-  rules = [phase.rules for phase in recipes.phases]
   problems.extend(uneven(declaration, sites, model, rules, layout, tokens if trains else None))
 
 

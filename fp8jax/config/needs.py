@@ -31,6 +31,8 @@ class Needs:
     has_steps: whether it takes a number of steps: data.epochs counts all conversations.
     has_calibration: whether it reads precision.calibration, which may be yet to be written.
     takes_scores: whether the model may have a reward head.
+    is_wide: whether no product of it is quantized: tiles and rotations of recipes then bind no
+      model and no mesh.
   """
 
   sections: tuple[type, ...] = ()
@@ -44,6 +46,7 @@ class Needs:
   has_steps: bool = False
   has_calibration: bool = False
   takes_scores: bool = False
+  is_wide: Callable[[Config], bool] = lambda c: False
 
   def folder(self, c: Config) -> tuple[str, str]:
     """(the Hugging Face folder that says what the model is, or "", the key that names it)."""

@@ -39,6 +39,7 @@ from fp8jax.jobs import (
   train,
 )
 from fp8jax.kernels import choose
+from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.models.hf import config as hf_config
 from fp8jax.ptq.settings import Quantize
 from fp8jax.rl.settings import RL
@@ -113,6 +114,16 @@ def _always(c: Config) -> bool:
   return True
 
 
+def _generates_wide(c: Config) -> bool:
+  return c.generate.precision != EVAL_PRECISIONS[0]
+
+
+def _evaluates_wide(c: Config) -> bool:
+  return not (c.eval.tokens and EVAL_PRECISIONS[0] in c.eval.precisions) and (
+    not c.eval.tasks or _generates_wide(c)
+  )
+
+
 # Jobs that leave the files of a run: its losses, its summary and its objective.
 RUNS = ("train", "rl")
 JOBS = {
@@ -126,7 +137,7 @@ JOBS = {
     evaluate.run,
     Needs(
       (Tasks, Generate), checks.evaluation_problems, of_weights=True, has_calibration=True,
-      is_served=lambda c: bool(c.eval.tasks), batches=("eval.batch",),
+      is_served=lambda c: bool(c.eval.tasks), batches=("eval.batch",), is_wide=_evaluates_wide,
     ),
   ),
   "generate": Job(
@@ -134,6 +145,7 @@ JOBS = {
     Needs(
       (Generate,), checks.generate_problems, of_weights=True, has_own_text=True,
       has_calibration=True, is_served=_always, batches=(),
+      is_wide=_generates_wide,
     ),
   ),
   "export": Job(

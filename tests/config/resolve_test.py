@@ -479,6 +479,25 @@ def test_generation_needs_no_blocks_of_backward_products():
   assert any("dgrad: recipe 'nvfp4_eden' rotates" in text for text in _refusal(changes, 8))
 
 
+def test_jobs_in_16_bits_are_bound_by_no_tiles_of_the_recipe():
+  """Two devices of `tensor` cut tiles of 128: F is 384."""
+  plain, recipe = {"eval.precisions": ("bf16",)}, {"eval.precisions": ("bf16", "recipe")}
+  wide, tasks = {"generate.precision": "bf16"}, {"eval.tasks": "sums", "eval.tokens": 0}
+  for job, changes, is_bound in (
+    ("generate", wide, False), ("generate", {}, True), ("evaluate", plain, False),
+    ("evaluate", recipe, True), ("evaluate", recipe | tasks | wide, False),
+    ("evaluate", plain | tasks, True), ("train", plain | wide, True),
+  ):  # fmt: skip
+    config, needs = _config(**changes, **{"mesh.tensor": 2}), table.JOBS[job].needs
+    try:
+      resolve.resolve(config, 8, CPU, needs=dataclasses.replace(needs, problems=lambda c: []))
+      found = []
+    except resolve.ConfigError as e:
+      found = e.problems
+    assert any("no multiple of the scale tile 128" in text for text in found) == is_bound, job
+    assert is_bound or not found
+
+
 # --- jobs in process -----------------------------------------------------------------------------
 
 
