@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Mapping
 
+import jax
+
 from fp8jax import axes, mesh
 from fp8jax import params as params_lib
 from fp8jax.config import precision as precision_checks
@@ -26,6 +28,12 @@ _WORDS = {
 def read(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigErrors, needs: Needs):
   """Where each letter lives, or None if mesh or sharding tables are wrong."""
   if needs.is_on_one_device(c):
+    count = jax.process_count()
+    problems.check(
+      count == 1,
+      f"{count} processes: this job computes on one device, and each of them would do all of it "
+      "and write the same files; start one process",
+    )
     return axes.LOCAL
   shape = problems.attempt(lambda: mesh.resolve(c.mesh, num_devices))
   if not _check_sharding(c, problems) or shape is None:

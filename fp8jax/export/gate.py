@@ -261,7 +261,10 @@ class Gate:
     """See divergence.row, with the interval "low" to "high" of its "kl" over windows."""
     columns = zip(self._batches, source, made, strict=True)
     sums = np.concatenate([
-      np.stack(jax.device_get(_by_window(x, y, b.tokens_BL % x.shape[-1], b.counts_BL)), -1)
+      np.stack([
+        params_lib.on_host(one)
+        for one in _by_window(x, y, b.tokens_BL % x.shape[-1], b.counts_BL)
+      ], -1)
       for b, x, y in columns
     ]).astype(np.float64)  # fmt: skip
     counted = sums[sums[:, 3] > 0]

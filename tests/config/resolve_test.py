@@ -9,6 +9,7 @@ import json
 import pathlib
 import shutil
 
+import jax
 import pytest
 import tokenizers
 
@@ -496,6 +497,17 @@ def test_jobs_in_16_bits_are_bound_by_no_tiles_of_the_recipe():
       found = e.problems
     assert any("no multiple of the scale tile 128" in text for text in found) == is_bound, job
     assert is_bound or not found
+
+
+@pytest.mark.parametrize("job", [name for name, job in table.JOBS.items()
+                                 if job.needs.is_on_one_device(base.get_config())])  # fmt: skip
+def test_a_job_of_one_device_is_refused_in_several_processes(monkeypatch, job):
+  """Each would append to the same files."""
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(resolve.ConfigError) as e:
+    resolve.resolve(_config(), 8, CPU, needs=table.JOBS[job].needs)
+  assert any(text.startswith("2 processes: this job computes on one device") for text in
+             e.value.problems)  # fmt: skip
 
 
 # --- jobs in process -----------------------------------------------------------------------------
