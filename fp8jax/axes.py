@@ -84,6 +84,11 @@ class Layout:
     """Where an activation or a batch lies; None on a single device."""
     return NamedSharding(self.mesh, self.act_spec(letters)) if self.mesh is not None else None
 
+  @property
+  def everywhere(self) -> NamedSharding | None:
+    """Of an array that every device holds whole; None without a mesh."""
+    return self.act_sharding("")
+
   def size(self, axes: tuple[str, ...]) -> int:
     """Number of shards along `axes`."""
     if self.mesh is None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import patterns
 from fp8jax.ops import scaling as scaling_lib
@@ -65,8 +64,7 @@ class PolicyRunner:
     if not any(isinstance(policy, policy_lib.LowerRate) for policy in self.policies):
       return ()
     if self._rate_scale is None or self._rate_scale[0] != self.policy_state.rate_scale:
-      mesh, scale = self.spec.run.layout.mesh, self.policy_state.rate_scale
-      place = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+      place, scale = self.spec.run.layout.everywhere, self.policy_state.rate_scale
       # Once per change: with several processes, device_put synchronizes them.
       self._rate_scale = (scale, jax.device_put(np.float32(scale), place))
     return self._rate_scale[1:]

@@ -127,8 +127,8 @@ class RunState:
     One that lacks a row for a recipe that a policy chose gives none, and says so.
     """
     try:
-      sites = self.spec.sites(phase=phase)
-      return self.calibration and calibration_lib.scaling_states_of(self.calibration, sites)
+      at = self.spec.sites(phase=phase), self.spec.run.layout
+      return self.calibration and calibration_lib.scaling_states_of(self.calibration, *at)
     except UserError as e:
       self._out.print(f"step {step}: scales begin from the next batch: {e}")
       return None

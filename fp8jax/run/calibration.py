@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax import records
+from fp8jax import axes, records
 from fp8jax.errors import UserError
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
@@ -174,13 +174,14 @@ def load(spec: TrainSpec, path: str) -> dict[tuple[str, str], float]:
 
 
 def scaling_states_of(
-  amaxes: Mapping[tuple[str, str], float], sites
+  amaxes: Mapping[tuple[str, str], float], sites, layout: axes.Layout = axes.LOCAL
 ) -> dict[str, amax_history.ScalingState]:
   """The scaling states that sites with delayed or static scales start from, however policies have
   split them.
 
   Args:
     amaxes: of `read`.
+    layout: every device of its mesh holds them.
 
   Raises:
     UserError: a tensor of a site that the table does not know and a scale is to come from.
@@ -205,4 +206,5 @@ def scaling_states_of(
       np.float32,
     )
     result[name] = amax_history.calibrated(site.recipe, table if site.layers else table[0])
-  return result
+  # A step does not move its state between devices; processes place what they have on the host.
+  return jax.device_put(jax.device_get(result), place) if (place := layout.everywhere) else result

@@ -137,7 +137,8 @@ def load_weights(
     params = peft.added(params, spec.init.adapters, spec.model, spec.run.layout)
     states = {}
     if table and has_scales:
-      states = calibration.scaling_states_of(calibration.load(spec, table), spec.sites())
+      amaxes = calibration.load(spec, table)
+      states = calibration.scaling_states_of(amaxes, spec.sites(), spec.run.layout)
     return Loaded(spec, params, 0, states, {"hf": folder}, {}, dtype)
   params, step, meta = restore_params(spec, workdir)
   digests = (x.get("precision.calibration") for x in (identity.identity(spec), meta["config"]))

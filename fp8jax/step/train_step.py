@@ -8,7 +8,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import params as params_lib
 from fp8jax.errors import UserError
@@ -41,12 +40,10 @@ def abstract_params(spec: train_spec.TrainSpec):
 
 def abstract_state(spec: train_spec.TrainSpec, step: int = 0) -> State:
   """Shapes, dtypes and shardings of the state after `step` steps; allocates nothing."""
-  layout = spec.run.layout
   params, opt = _abstract_leaves(spec)
-  scalar = None if layout.mesh is None else NamedSharding(layout.mesh, PartitionSpec())
 
   def everywhere(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=scalar)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spec.run.layout.everywhere)
 
   # The states that the last step wrote; a new state is calibrated before its first step.
   scaling_states = {} if step == 0 else scaling_lib.states(spec.sites(phase=spec.phase(step - 1)))

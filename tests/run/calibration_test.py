@@ -35,7 +35,9 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   scaling_states = calibration.scaling_states_of(calibration.read(str(path)), spec.sites())
   assert float(scaling_states["layers/mlp/up"].amax_3[1, 1]) == 7.5
   changes = {"steps": 2, "eval.tokens": 0, "precision.calibration": str(path), **rules}
-  harness.train_on_text(tmp_path / "run", **changes)
+  # A step moves no state between devices: a mesh has to be given the table's.
+  on_mesh = harness.tiny_spec(harness.text_config(**changes), (2, 1, 1))
+  train.run(on_mesh, str(tmp_path / "run"))
   state = harness.saved_state(tmp_path / "run", spec, 2)
   harness.assert_trees_equal(state.scaling_states, scaling_states)  # static: never moved
 
