@@ -24,7 +24,9 @@ def run(spec: train_spec.TrainSpec, workdir: str, out: str = ""):
   )
   placed = (batches.spread.place(next(batches.iterator)) for _ in range(spec.of(Calibrate).batches))
   try:
-    table = calibration.run(spec, params, placed, step=step, fingerprint=fingerprint)
+    table = calibration.run(
+      spec, params, placed, step=step, fingerprint=fingerprint, phase=loaded.phase if loaded else 0
+    )
   finally:
     batches.iterator.close()
   provenance.write_json(*os.path.split(path), table)

@@ -30,36 +30,60 @@ from fp8jax.step.train_spec import TrainSpec
 FORMAT = "fp8jax calibration 1"
 
 
-def run(spec: TrainSpec, params, batches, *, step: int, fingerprint: str) -> dict[str, Any]:
+def run(
+  spec: TrainSpec, params, batches, *, step: int, fingerprint: str, phase: int = 0
+) -> dict[str, Any]:
   """Watches forward and backward passes and returns the table.
+
+  A tensor that starts from the table in any phase has its row by the recipe of the first such
+  phase, the watched one before all others.
 
   Args:
     batches: placed batches; ranges are those of all of them together.
+    phase: of the precision schedule, whose passes are watched.
+
+  Raises:
+    UserError: calibrate.method is not "amax" and no scale is delayed or static.
   """
-  has_counts = spec.of(Calibrate).method != "amax"
-  width = tensor_stats.COUNTED if has_counts else tensor_stats.LOUD
+  phases = sorted(range(len(spec.precision.phases)), key=lambda one: (one != phase, one))
+  recipes = [site_tree.recipes_of(spec.sites(phase=one)) for one in phases]
+  method = spec.of(Calibrate).method
+  if method != "amax" and not any(r.is_stateful for one in recipes for r in one.values()):
+    raise UserError(
+      f"calibrate.method={method!r} chooses where delayed or static scales start, and every scale "
+      "of this configuration is current; set calibrate.method='amax', or take a recipe with such "
+      "scales"
+    )
+  width = tensor_stats.LOUD if method == "amax" else tensor_stats.COUNTED
   total, count = {}, 0
-  for _, stats, _ in nonfinite.stats_of_steps(spec, params, batches, statistics=width):
+  for _, stats, _ in nonfinite.stats_of_steps(spec, params, batches, phase, width):
     for name, values in stats.items():
       total[name] = tensor_stats.combine(total[name], values) if name in total else values
     count += 1
-  recipe_of = site_tree.recipes_of(spec.sites())
   rows = []
-  total = {name: values for name, values in total.items() if name in recipe_of}  # not activations
+  total = {name: values for name, values in total.items() if name in recipes[0]}  # not activations
   for name, values in jax.device_get(total).items():
     for tensor, statistics in zip(amax_history.TENSORS, values, strict=True):
+      starting = (one[name] for one in recipes if _starts(one[name], tensor))
+      recipe = next(starting, recipes[0][name])
       rows.append(
         {"site": name, "tensor": tensor, "step": step, "data": fingerprint}
-        | _of_tensor(recipe_of[name], tensor, statistics, spec.of(Calibrate))
+        | _of_tensor(recipe, tensor, statistics, spec.of(Calibrate))
       )
   return {"format": FORMAT, "batches": count, "step": step, "data": fingerprint, "rows": rows}
+
+
+def _starts(recipe: Recipe, tensor: str) -> bool:
+  """Whether a scale of this tensor starts from a table."""
+  uses = recipe.uses()[tensor]
+  return bool(uses) and uses[0].source != CURRENT
 
 
 def _of_tensor(recipe: Recipe, tensor: str, statistics, c: Calibrate) -> dict[str, Any]:
   summary, counts = tensor_stats.summary(statistics[:LOUD]), statistics[LOUD:]
   uses = recipe.uses()[tensor]
   row: dict[str, Any] = {"recipe": recipe.name, "amax": summary["amax"], "rms": summary["rms"]}
-  if uses and uses[0].source != CURRENT:
+  if _starts(recipe, tensor):
     if c.method != "amax":
       chosen = clipping.amax_of(c.method, c.percentile, counts, uses[0], summary["amax"])
       row |= {"amax": chosen, "largest": summary["amax"], "method": c.method}

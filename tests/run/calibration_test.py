@@ -42,11 +42,15 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   harness.assert_trees_equal(state.scaling_states, scaling_states)  # static: never moved
 
 
-@pytest.mark.slow
-def test_calibration_by_percentile_says_what_it_clips():
-  spec = harness.one_layer_spec(**{
-    "precision.rules": harness.only_down("e4m3_static"),
-  })  # fmt: skip
+@pytest.mark.parametrize(
+  "changes",
+  [pytest.param({"precision.rules": harness.only_down("e4m3_static")}, marks=pytest.mark.slow),
+   {"precision.rules": ((".*", "bf16"),),
+    "precision.schedule": ((2, harness.only_down("e4m3_static")),)}],
+  ids=["at once", "in a later phase"],
+)  # fmt: skip
+def test_calibration_by_percentile_says_what_it_clips(changes):
+  spec = harness.one_layer_spec(**changes)
   section = Calibrate(method="percentile", percentile=90.0)
   spec = dataclasses.replace(spec, sections={Calibrate: section})
   params = harness.init_params(spec.model)
@@ -58,6 +62,9 @@ def test_calibration_by_percentile_says_what_it_clips():
   assert wanted <= row["amax"] <= 1.0625 * wanted and row["largest"] == w.max()
   assert row["method"] == "percentile" and "method" not in rows["layers/0/mlp/up", "w"]
   assert row["scale"] == pytest.approx(row["amax"] / 448, rel=1e-6)
+  plain = dataclasses.replace(harness.one_layer_spec(), sections={Calibrate: section})
+  with pytest.raises(UserError, match="calibrate.method='percentile' chooses .* is current"):
+    calibration.run(plain, params, [batch], step=0, fingerprint="abc")
 
 
 @pytest.mark.parametrize(
