@@ -13,10 +13,13 @@ from fp8jax.compiled.memory import MemoryRow
 from fp8jax.generation import aot as generation_aot
 from fp8jax.generation import batching, capacity
 from fp8jax.generation.settings import VALUES, Generate
-from fp8jax.rl import scoring
+from fp8jax.rl import reward_model, scoring
 from fp8jax.rl.settings import REWARD, RL
 from fp8jax.run import provenance
 from fp8jax.step import distillation, quantized_once, train_spec
+
+# Other models than the one in training, whose parameters a run holds: keys of a summary's "rl".
+HELD = ("reference", "reward model")
 
 
 def run(
@@ -41,7 +44,7 @@ def run(
   if of_rl := summary.get("rl"):
     of_rl["peaks"] = peaks = _peaks(summary["state_declared"], summary["peak"], of_rl)
     texts = (f"{n / 2**30:.3f} GiB {moment}" for moment, n in peaks.items())
-    out.print(f"peaks per device, the reference's parameters included: {', '.join(texts)}")
+    out.print(f"peaks per device, all parameters of other models included: {', '.join(texts)}")
   proof = summary["fp8_gemms"]
   out.print(
     f"FP8 GEMMs per step and device: {proof['found']} of {proof['planned']} planned"
@@ -79,14 +82,25 @@ def _once(spec: train_spec.TrainSpec, peak: int) -> list[str]:
 def _of_rl(spec: train_spec.TrainSpec, devices, gpu: str) -> tuple[list[MemoryRow], dict]:
   """(what --job=rl holds beside the state of training, its bytes by part).
 
-  The reference's parameters are always there; a rollout's weights and cache while it draws; then
-  training's forward pass scores what was drawn. Each is compiled, for a GPU of aot.CAPABILITY or,
-  where that is "", for the devices at hand.
+  The parameters of the reference and of the reward model are always there; a rollout's weights and
+  cache while it draws; then training's forward pass scores what was drawn, and the reward model's
+  rewards it. Each is compiled, for a GPU of aot.CAPABILITY or, where that is "", for the devices
+  at hand.
   """
-  own, rows, held = spec.of(RL), [], _of_reference(spec)
-  summary: dict[str, Any] = {"reference": held}
-  if held:
-    rows.append(MemoryRow("reference", held, None, "in the compute dtype"))
+  own, rows = spec.of(RL), []
+  summary: dict[str, Any] = {"reference": _of_reference(spec), "reward model": 0}
+  if own.tasks and own.reward_model:
+    held = jax.tree.leaves(reward_model.abstract_params(own.reward_model, spec))
+    summary["reward model"] = sum(map(memory.nbytes, held))
+    rewards: Any = reward_model.lower(own.reward_model, spec, devices).compile()
+    summary["rewarding"] = {"temporaries": rewards.memory_analysis().temp_size_in_bytes}
+    note = f"scores of {spec.microbatch} texts"
+    rows.append(
+      MemoryRow("rewarding: temporaries", None, summary["rewarding"]["temporaries"], note)
+    )
+  rows += [
+    MemoryRow(name, summary[name], None, "in the compute dtype") for name in HELD if summary[name]
+  ]
   if own.tasks:
     drawn, summary["rollout"] = _of_rollout(spec, devices, gpu)
     rows += drawn
@@ -101,11 +115,13 @@ def _of_rl(spec: train_spec.TrainSpec, devices, gpu: str) -> tuple[list[MemoryRo
 def _peaks(state: int, of_step: int, of_rl: dict[str, Any]) -> dict[str, int]:
   """{"in the step": bytes, ...} of the moments of a run that learns by reinforcement, from the
   state of training, the step's peak, and the summary of `_of_rl`."""
-  peaks = {"in the step": of_step + of_rl["reference"]}
-  for moment, part in (("while it draws", "rollout"), ("while it scores", "scoring")):
+  held = sum(of_rl[name] for name in HELD)
+  peaks = {"in the step": of_step + held}
+  for moment, part in (
+    ("while it draws", "rollout"), ("while it scores", "scoring"), ("while it rewards", "rewarding")
+  ):  # fmt: skip
     if own := of_rl.get(part):
-      beside = own.get("arguments", 0) + own["temporaries"]
-      peaks[moment] = state + of_rl["reference"] + beside
+      peaks[moment] = state + held + own.get("arguments", 0) + own["temporaries"]
   return peaks
 
 

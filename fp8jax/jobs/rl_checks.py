@@ -118,9 +118,13 @@ def _rollout_problems(spec: TrainSpec) -> list[str]:
 
 def memory_problems(spec: TrainSpec) -> list[str]:
   """The problems of what a rollout holds, in words; none without a rollout."""
-  if not spec.of(RL).tasks or spec.of(Generate).max_length:
+  own = spec.of(RL)
+  if not own.tasks:
     return []
-  return [
+  texts = reward_model.problems(own.reward_model, spec, False) if own.reward_model else []
+  if spec.of(Generate).max_length:
+    return texts
+  return texts + [
     "generate.max_length=0: the cache of a rollout has one size, so that a completion does not "
     "depend on others; set it to the longest prompt and completion together"
   ]

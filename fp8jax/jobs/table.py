@@ -199,7 +199,8 @@ JOBS = {
   ),
   "diagnose": Job(diagnose.run, Needs((RL,), takes_scores=True)),
   "memory": Job(
-    memory.run, Needs((Generate, RL), problems_of_spec=rl_checks.memory_problems), _program,
+    memory.run,
+    Needs((Generate, RL), problems_of_spec=rl_checks.memory_problems, takes_scores=True), _program,
     "topology", is_for_resolve=True,
   ),
   "plan_inference": Job(

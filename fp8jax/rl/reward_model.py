@@ -8,15 +8,18 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fp8jax import params as params_lib
+from fp8jax.compiled import aot
 from fp8jax.config import layout as layout_checks
 from fp8jax.data.tokenize import BYTES
 from fp8jax.errors import UserError
 from fp8jax.generation.settings import Generate
 from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, heads, transformer
+from fp8jax.models.config import ModelConfig
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site_tree
@@ -28,8 +31,12 @@ from fp8jax.step.train_spec import TrainSpec
 _RULES = ((".*", "bf16"),)
 
 
-def problems(folder: str, spec: TrainSpec) -> list[str]:
-  """Reasons why a folder gives no rewards of this run's completions, in words; reads no weights."""
+def problems(folder: str, spec: TrainSpec, has_text: bool = True) -> list[str]:
+  """Reasons why a folder gives no rewards of this run's completions, in words; reads no weights.
+
+  Args:
+    has_text: whether the run's tokenizer is known.
+  """
   key, own, longest = (
     f"rl.reward_model={folder!r}",
     spec.data.tokenizer,
@@ -42,12 +49,12 @@ def problems(folder: str, spec: TrainSpec) -> list[str]:
         f"{key} has no reward head; --job=rl with rl.loss='reward' trains one, and --job=export "
         "writes it as a sequence-classification folder"
       ]
-    is_same = own.is_of(folder)
-    if is_same and own.path != BYTES:
+    is_same = not has_text or own.is_of(folder)
+    if has_text and is_same and own.path != BYTES:
       is_same = own.eos_id == dataclasses.replace(own, path=folder).eos_id
   except (ValueError, OSError) as e:
     return [f"{key}: {e}"]
-  texts = own.beyond(cfg.vocab_size)
+  texts = own.beyond(cfg.vocab_size) if has_text else []
   if not is_same:
     texts.append(
       f"{key} has another tokenizer than data.tokenizer={own.path!r}, so that it would read other "
@@ -71,19 +78,10 @@ class RewardModel:
       UserError: see hf_weights.load_params, or no attention runs its sizes here.
     """
     self._cfg, self._size = hf_config.read_config(folder), (spec.microbatch, spec.data.seq_len)
-    run = dataclasses.replace(
-      spec.run, attention_recipe=None, is_invariant=False, smooth_swiglu="none"
-    )
-    of_attention = attention_gqa.problem(self._cfg, run, spec.device, *self._size, False)
-    chosen = choose.attention(of_attention)
-    if isinstance(chosen, choose.Refusal):
-      raise UserError(f"rl.reward_model={folder!r}: {chosen.reason}")
-    self._run = dataclasses.replace(run, attention=chosen.backend)
-    params, _ = hf_weights.load_params(folder, self._cfg, run.layout)
+    self._run, self._sites = _of_model(folder, self._cfg, spec)
+    params, _ = hf_weights.load_params(folder, self._cfg, spec.run.layout)
     params = distillation.take(dataclasses.replace(spec, model=self._cfg), params)
     self._params, self.fingerprint = params, params_lib.digest(params)
-    declared = transformer.site_params(self._cfg)
-    self._sites = site_tree.build_sites(declared, self._cfg.dims, _RULES, run.layout)
 
   def __call__(self, answers: Sequence[Answer]) -> list[float]:
     """
@@ -118,6 +116,42 @@ class RewardModel:
       scores_B = _scores(self._params, self._sites, batch, cfg=self._cfg, run=self._run)
       made += np.asarray(scores_B, np.float64)[: len(some)].tolist()
     return made
+
+
+def _of_model(folder: str, cfg: ModelConfig, spec: TrainSpec):
+  """(how its forward pass computes, its sites).
+
+  Raises:
+    UserError: no attention runs its sizes.
+  """
+  run = dataclasses.replace(
+    spec.run, attention_recipe=None, is_invariant=False, smooth_swiglu="none"
+  )
+  size = spec.microbatch, spec.data.seq_len
+  chosen = choose.attention(attention_gqa.problem(cfg, run, spec.device, *size, False))
+  if isinstance(chosen, choose.Refusal):
+    raise UserError(f"rl.reward_model={folder!r}: {chosen.reason}")
+  sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, _RULES, run.layout)
+  return dataclasses.replace(run, attention=chosen.backend), sites
+
+
+def abstract_params(folder: str, spec: TrainSpec):
+  """Shapes, dtypes and shardings of a folder's parameters as a run holds them."""
+  return distillation.abstract_params(
+    dataclasses.replace(spec, model=hf_config.read_config(folder))
+  )
+
+
+def lower(folder: str, spec: TrainSpec, devices):
+  """The program that scores a microbatch, lowered for devices that need not be here."""
+  cfg = hf_config.read_config(folder)
+  run, sites = _of_model(folder, cfg, spec)
+  rows, everywhere = aot.places(spec, devices, "BL")
+  params = aot.put(abstract_params(folder, spec), everywhere)
+  size = spec.microbatch, spec.data.seq_len
+  kinds = {"tokens_BL": jnp.int32, "positions_BL": jnp.int32, "weights_BL": jnp.float32}
+  batch = {k: jax.ShapeDtypeStruct(size, kind, sharding=rows) for k, kind in kinds.items()}
+  return _scores.lower(params, aot.put(sites, everywhere), batch, cfg=cfg, run=run)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "run"))

@@ -4,7 +4,9 @@ import json
 
 import harness
 import jax
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from fp8jax.compiled import aot, memory, saved_tensors, workspace, xla_buffers
 from fp8jax.config import files as config_files
@@ -221,12 +223,18 @@ def test_the_price_of_quantizing_weights_once_is_said_where_it_is_not_done(
   ) == is_said
 
 
-def test_what_a_run_holds_that_learns_from_its_own_completions(capsys):
-  """A reference, a rollout of 6 sequences of 40 tokens, and the pass that scores it: by hand."""
+def test_what_a_run_holds_that_learns_from_its_own_completions(capsys, tmp_path):
+  """A reference, a reward model, a rollout of 6 sequences of 40 tokens, and the passes that score
+  it: by hand."""
+  folder = tmp_path / "scores"
+  harness.folder_of_scores("qwen2_tied", folder, np.ones((1, 32), np.float32))
+  settings = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 128}
+  (folder / "config.json").write_text(json.dumps(settings))
+  judge = safetensors.numpy.load_file(folder / "model.safetensors")
   c = harness.tiny_config("bf16", **{
     "rl.tasks": "learned.jsonl", "rl.kl": 0.5, "rl.samples": 2, "rl.max_new_tokens": 16,
     "init.workdir": "before", "init.weights_only": True, "generate.slots": 6,
-    "generate.max_length": 40,
+    "generate.max_length": 40, "rl.reward_model": str(folder),
   })  # fmt: skip
   spec = resolve.resolve(c, 1, harness.CPU, needs=table.JOBS["memory"].needs)
   made = memory_job.run(spec, jax.devices()[:1], "", "")
@@ -235,19 +243,30 @@ def test_what_a_run_holds_that_learns_from_its_own_completions(capsys):
   cache = 2 * 4 * model.num_layers * 6 * 40 * model.num_kv_heads * model.head_dim
   rollout, scoring = of_rl["rollout"], of_rl["scoring"]["temporaries"]
   assert of_rl["reference"] == weights == rollout["weights"]
+  of_judge, rewarding = of_rl["reward model"], of_rl["rewarding"]["temporaries"]
+  assert of_judge == 4 * sum(x.size for x in judge.values()) and rewarding > 0
+  held = weights + of_judge
   assert rollout["keys and values"] == cache
   assert weights + cache + 16 * 6 <= rollout["arguments"] < weights + cache + 16 * 6 + 4096
   # A forward pass saves nothing for a backward one, nor has it gradients.
   assert 0 < scoring < made["temporaries_compiled"] - weights
   assert of_rl["peaks"] == {
-    "in the step": made["peak"] + weights,
-    "while it draws": state + weights + rollout["arguments"] + rollout["temporaries"],
-    "while it scores": state + weights + scoring,
+    "in the step": made["peak"] + held,
+    "while it draws": state + held + rollout["arguments"] + rollout["temporaries"],
+    "while it scores": state + held + scoring,
+    "while it rewards": state + held + rewarding,
   }
   assert f"{of_rl['peaks']['while it draws'] / 2**30:.3f} GiB while it" in capsys.readouterr().err
 
 
-def test_a_rollout_without_the_size_of_its_cache_is_refused():
+def test_what_rl_cannot_hold_is_refused():
+  spec = {"rl.tasks": "learned.jsonl", "generate.max_length": 40, "rl.reward_model": "no_such"}
+  with pytest.raises(ConfigError, match="no_such/config.json"):
+    c = harness.tiny_config("bf16", **spec)
+    resolve.resolve(c, 1, harness.CPU, needs=table.JOBS["memory"].needs)
+  head = {"model.reward_head": True, "rl.loss": "reward", "model.tie_embeddings": False}
+  c = harness.tiny_config("bf16", **head)  # a run that may have one
+  assert resolve.resolve(c, 1, harness.CPU, needs=table.JOBS["memory"].needs).model.reward_head
   c = harness.tiny_config("bf16", **{"rl.tasks": "learned.jsonl"})
   with pytest.raises(ConfigError, match="generate.max_length=0: the cache of a rollout"):
     resolve.resolve(c, 1, harness.CPU, needs=table.JOBS["memory"].needs)
