@@ -27,7 +27,10 @@ def run(spec: train_spec.TrainSpec, workdir: str):
       f"{name} does not exist: no run in {workdir} stopped at a non-finite value"
     )
   if spec.model.reward_head:
-    raise UserError("--job=diagnose repeats losses of tokens; a reward head has a score alone")
+    raise UserError(
+      "--job=diagnose repeats losses of tokens, and a reward head has a score alone; the run has "
+      f"repeated the pass: {os.path.join(workdir, 'nonfinite', 'report.json')} has every site"
+    )
   with np.load(name) as saved:
     host = dict(saved)
   # The run may have gone on since.

@@ -32,6 +32,9 @@ def report(
   sites = nonfinite.report(spec, state.params, batch, phase, teacher)
   provenance_lib.write_json(workdir, "nonfinite/report.json", {"step": step, **values, **sites})
   saved, skip = "the parameters that met it", "optim.on_nonfinite='skip'"
+  again = f"; {folder}/report.json has every site"
+  if not spec.model.reward_head:
+    again += ", and --job=diagnose repeats the pass"
   if spec.optim.in_backward:
     skip += " with optim.in_backward=False"
     if np.isfinite(values["loss"]):
@@ -40,6 +43,6 @@ def report(
   return (
     f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. First bad site: "
     f"{sites['first_bad_site']}. The batch is in {folder}, {saved} are "
-    f"checkpoint {step}; --job=diagnose repeats the pass. Lower optim.peak_lr, give the site "
+    f"checkpoint {step}{again}. Lower optim.peak_lr, give the site "
     f"recipe 'bf16', or set {skip}"
   )

@@ -1,9 +1,11 @@
 """Refusals of --job=rl that depend on the whole configuration, in words."""
 
+import dataclasses
 import math
 
 import jax
 
+from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation.settings import Generate
 from fp8jax.jobs import checks, rl_reward
 from fp8jax.models import lora
@@ -17,10 +19,11 @@ from fp8jax.step.train_spec import TrainSpec
 
 def problems_of_spec(spec: TrainSpec) -> list[str]:
   """The problems of a run's rl section with the rest, in words."""
-  own = spec.of(RL)
+  own, texts = spec.of(RL), _unread(spec)
   if own.loss == REWARD:
-    return rl_reward.problems_of_spec(spec)
-  rule, texts = own.objective, [*checks.accuracy_problems(spec), *_reference_problems(spec)]
+    return texts + rl_reward.problems_of_spec(spec)
+  rule = own.objective
+  texts += [*checks.accuracy_problems(spec), *_reference_problems(spec)]
   if not 0 <= rule.kl < math.inf:
     texts.append(f"rl.kl={rule.kl} must be 0, no reference, or positive and finite")
   if rule.kl and (rule.beta or rule.keeps_best):
@@ -53,6 +56,29 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   if jax.process_count() > 1:
     texts.append("--job=rl runs in one process; start one for all of its devices")
   return texts + (_pairs_problems if own.pairs else _rollout_problems)(spec)
+
+
+def _unread(spec: TrainSpec) -> list[str]:
+  """The keys that have been set and that a run with this loss does not read, in words."""
+  own = spec.of(RL)
+  because = ""
+  if own.loss == REWARD:
+    names = ["tasks", "reward", "reward_model", "rollout", "reference", "kl"]
+  else:
+    rule, because = own.objective, f" and rl.kl={own.objective.kl}"
+    names = ["eval_pairs"] + ["beta"] * (not rule.beta) + ["reference"] * (not rule.has_reference)
+  own_keys = {of.name: of.default for of in dataclasses.fields(own) if of.name in names}
+  texts = [
+    f"rl.{name}={getattr(own, name)!r} is not read with rl.loss={own.loss!r}"
+    + because * (name == "reference") + "; leave it out"
+    for name, default in own_keys.items() if getattr(own, name) != default
+  ]  # fmt: skip
+  if own.loss == REWARD and (tasks := spec.of(Tasks).tasks):
+    texts.append(
+      f"eval.tasks={tasks!r} with rl.loss={REWARD!r}: a reward head answers nothing; name held-out "
+      "pairs as rl.eval_pairs, and set eval.tasks=''"
+    )
+  return texts
 
 
 def _pairs_problems(spec: TrainSpec) -> list[str]:

@@ -98,9 +98,17 @@ def test_a_text_whose_end_is_no_input_of_seq_len_is_refused_by_line():
     ({"precision.rules": ((".*", "block_128"),)}, "give the reward head recipe 'block_128'"),
     ({"rl.loss": "grpo"}, "rl.loss='grpo' with a reward head, which draws no text"),
     ({"model.unit_scaling": "loss"}, "model.reward_head=True with model.unit_scaling='loss'"),
+    ({"rl.kl": 0.3}, "rl.kl=0.3 is not read with rl.loss='reward'; leave it out"),
+    ({"rl.reference": "w"}, "rl.reference='w' is not read with rl.loss='reward'; leave it out"),
+    ({"rl.tasks": "sums"}, "rl.tasks='sums' is not read with rl.loss='reward'; leave it out"),
+    ({"eval.tasks": "q.jsonl"}, "eval.tasks='q.jsonl' with rl.loss='reward': a reward head"),
   ],
 )  # fmt: skip
-def test_settings_that_cannot_train_a_reward_head_are_refused(files, changes, said):
+def test_settings_that_cannot_train_a_reward_head_are_refused(
+  files, changes, said, tmp_path, monkeypatch
+):
+  (tmp_path / "q.jsonl").write_text(json.dumps({"question": "a=", "answer": "7"}) + "\n")
+  monkeypatch.chdir(tmp_path)
   with pytest.raises(ValueError, match=said):
     debug_runs.spec(config(files, **changes), "rl")
 

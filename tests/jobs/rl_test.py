@@ -144,6 +144,12 @@ def refused(questions, **changes):
     ({"generate.max_length": 0}, "generate.max_length=0: the cache of a rollout has one size"),
     ({"generate.top_p": 0.9}, "generate.top_p=0.9, generate.top_k=0: a token's probability"),
     ({"generate.top_k": 4}, "generate.top_p=1.0, generate.top_k=4: a token's probability"),
+    (
+      {"rl.reference": "w"},
+      "rl.reference='w' is not read with rl.loss='grpo' and rl.kl=0.0; leave it out",
+    ),
+    ({"rl.eval_pairs": "p"}, "rl.eval_pairs='p' is not read with rl.loss='grpo'; leave it out"),
+    ({"rl.beta": 0.7}, "rl.beta=0.7 is not read with rl.loss='grpo'; leave it out"),
     ({"rl.kl": None}, r"rl.kl=0.04 .*without a reference: weights are drawn at random"),
     ({"rl.kl": -0.1}, "rl.kl=-0.1 must be 0, no reference, or positive"),
     ({"rl.clip_low": 1.5}, "rl.clip_low=1.5 must be from 0 to 1"),
