@@ -48,12 +48,12 @@ def logits(spec: train_spec.TrainSpec) -> int:
   """Bytes of one chunk's, float32."""
   length = spec.data.seq_len
   chunk = spec.tokens_per_device // length * min(spec.run.loss_chunk, length)
-  return 4 * chunk * _local(spec, "V")
+  return 0 if spec.model.reward_head else 4 * chunk * _classes(spec)
 
 
 def _loss(spec) -> dict[str, int]:
   size = spec.run.dtype.itemsize
-  head = spec.model.dims["D"] * _local(spec, "V")
+  head = spec.model.dims["D"] * _classes(spec)
   stream = spec.tokens_per_device * spec.model.dims["D"] * size
   return {
     GRADIENTS: _sums(spec, ["layers"]),
@@ -84,7 +84,7 @@ def _layer(spec) -> dict[str, int]:
   once = quantized_once.account(spec).names if quantized_once.is_on(spec) else ()
   if is_gathered and not all(sites[gemm.name].name in once for gemm in first):
     in_hand += sum(g.weight for g in first) * (1 if is_quantized else size)
-  head = 4 * d * _local(spec, "V")  # its gradient, whole
+  head = 4 * d * _classes(spec)  # its gradient, whole
   if spec.optim.in_backward:
     in_hand = max(in_hand, _gradients(spec, ["layers"]) // spec.model.num_layers)
   if spec.optim.in_backward or gradients.adds_in_place(spec):
@@ -116,7 +116,7 @@ def _update(spec) -> dict[str, int]:
   arrays = jax.tree.leaves((state.params["layers"], state.opt["layers"]))
   of_state = sum(math.prod(local_shape(x)) * x.dtype.itemsize for x in arrays)
   stream = spec.tokens_per_device * spec.model.dims["D"] * spec.run.dtype.itemsize
-  head = 4 * spec.model.dims["D"] * _local(spec, "V") * spec.model.tie_embeddings
+  head = 4 * spec.model.dims["D"] * _classes(spec) * spec.model.tie_embeddings
   return {
     VOCABULARY: head,
     WEIGHTS: (_gradients(spec, ["layers"]) + of_state) // spec.model.num_layers,
@@ -130,7 +130,7 @@ def _embedding(spec) -> dict[str, int]:
   Or the embedding's alone, where the others have moved.
   """
   params = params_lib.abstract(spec.declaration, spec.model.dims, spec.run.layout)
-  head = 4 * spec.model.dims["D"] * _local(spec, "V")
+  head = 4 * spec.model.dims["D"] * _classes(spec)
   embedding = 4 * math.prod(local_shape(params["embed"]))
   if spec.optim.in_backward:
     return {VOCABULARY: head * spec.model.tie_embeddings + 2 * embedding}
@@ -163,6 +163,11 @@ def _vocabularies(spec) -> list[str]:
   return [
     name for name, p in params_lib.flatten(spec.declaration).items() if p.letters in ("VD", "DV")
   ]
+
+
+def _classes(spec) -> int:
+  """Columns of the head on one device: the vocabulary's, or the one of a reward head."""
+  return 1 if spec.model.reward_head else _local(spec, "V")
 
 
 def local_shape(x) -> tuple[int, ...]:

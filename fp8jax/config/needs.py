@@ -31,8 +31,8 @@ class Needs:
     has_steps: whether it takes a number of steps: data.epochs counts all conversations.
     has_calibration: whether it reads precision.calibration, which may be yet to be written.
     takes_scores: whether the model may have a reward head.
-    is_wide: whether no product of it is quantized: tiles and rotations of recipes then bind no
-      model and no mesh.
+    is_wide: whether no product of it is quantized: the mesh may then cut the scale tiles and
+      rotated blocks of recipes.
   """
 
   sections: tuple[type, ...] = ()

@@ -83,9 +83,9 @@ def _of_rl(spec: train_spec.TrainSpec, devices, gpu: str) -> tuple[list[MemoryRo
   """(what --job=rl holds beside the state of training, its bytes by part).
 
   The parameters of the reference and of the reward model are always there; a rollout's weights and
-  cache while it draws; then training's forward pass scores what was drawn, and the reward model's
-  rewards it. Each is compiled, for a GPU of aot.CAPABILITY or, where that is "", for the devices
-  at hand.
+  cache while it draws, and its weights while the reward model scores what was drawn; then
+  training's forward pass does. Each is compiled, for a GPU of aot.CAPABILITY or, where that is "",
+  for the devices at hand.
   """
   own, rows = spec.of(RL), []
   summary: dict[str, Any] = {"reference": _of_reference(spec), "reward model": 0}
@@ -122,6 +122,8 @@ def _peaks(state: int, of_step: int, of_rl: dict[str, Any]) -> dict[str, int]:
   ):  # fmt: skip
     if own := of_rl.get(part):
       peaks[moment] = state + held + own.get("arguments", 0) + own["temporaries"]
+      if part == "rewarding":  # between rounds of drawing
+        peaks[moment] += of_rl["rollout"]["weights"]
   return peaks
 
 

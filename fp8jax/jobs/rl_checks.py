@@ -10,6 +10,7 @@ from fp8jax.generation.settings import Generate
 from fp8jax.jobs import checks, rl_reward
 from fp8jax.models import lora
 from fp8jax.models.hf import same_model
+from fp8jax.ops.policy_gradient import OBJECTIVES
 from fp8jax.phases import policy
 from fp8jax.recipe import rules
 from fp8jax.rl import reward_model
@@ -45,7 +46,7 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
       "tokens that weigh 1 each; set model.unit_scaling='none'"
     )
   if spec.model.reward_head:
-    texts.append(f"rl.loss={own.loss!r} with a reward head, which draws no text; set 'reward'")
+    texts.append(_draws_no_text(own))
   if own.temperature <= 0:
     texts.append(f"rl.temperature={own.temperature} must be positive: greedy draws are all alike")
   if rule.beta and spec.microbatch % 2:
@@ -65,8 +66,9 @@ def _unread(spec: TrainSpec) -> list[str]:
   if own.loss == REWARD:
     names = ["tasks", "reward", "reward_model", "rollout", "reference", "kl"]
   else:
-    rule, because = own.objective, f" and rl.kl={own.objective.kl}"
-    names = ["eval_pairs"] + ["beta"] * (not rule.beta) + ["reference"] * (not rule.has_reference)
+    has_beta, kl = OBJECTIVES[own.loss].beta > 0, own.objective.kl
+    because = f" and rl.kl={kl}"
+    names = ["eval_pairs"] + ["beta"] * (not has_beta) + ["reference"] * (not (has_beta or kl))
   own_keys = {of.name: of.default for of in dataclasses.fields(own) if of.name in names}
   texts = [
     f"rl.{name}={getattr(own, name)!r} is not read with rl.loss={own.loss!r}"
@@ -139,18 +141,28 @@ def _rollout_problems(spec: TrainSpec) -> list[str]:
       "precision.policy rolls back with --job=rl: its batches are drawn by the parameters, and the "
       "same ones would come again; leave that policy out"
     )
-  return texts + memory_problems(spec)
+  return texts + (_cache_problems(spec) if own.tasks else [])
 
 
 def memory_problems(spec: TrainSpec) -> list[str]:
-  """The problems of what a rollout holds, in words; none without a rollout."""
+  """The problems of what a run with this section holds, in words."""
   own = spec.of(RL)
-  if not own.tasks:
-    return []
-  texts = reward_model.problems(own.reward_model, spec, False) if own.reward_model else []
+  if spec.model.reward_head:
+    return rl_reward.step_problems(spec) if own.loss == REWARD else [_draws_no_text(own)]
+  texts = _cache_problems(spec) if own.tasks else []
+  if own.tasks and own.reward_model:
+    texts += reward_model.problems(own.reward_model, spec, False)
+  return texts
+
+
+def _draws_no_text(own: RL) -> str:
+  return f"rl.loss={own.loss!r} with a reward head, which draws no text; set 'reward'"
+
+
+def _cache_problems(spec: TrainSpec) -> list[str]:
   if spec.of(Generate).max_length:
-    return texts
-  return texts + [
+    return []
+  return [
     "generate.max_length=0: the cache of a rollout has one size, so that a completion does not "
     "depend on others; set it to the longest prompt and completion together"
   ]

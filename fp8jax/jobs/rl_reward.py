@@ -22,8 +22,8 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
     texts.append("rl.loss='reward' trains a reward head: set model.reward_head=True")
   if not own.pairs:
     texts.append("rl.pairs='' names no pairs to learn from")
-  sizes = {"global_batch / grad_accum_steps": spec.microbatch, "eval.batch": spec.eval.batch}
-  texts += [f"{key}={n} must be even: a pair is two rows" for key, n in sizes.items() if n % 2]
+  if spec.eval.batch % 2:
+    texts.append(f"eval.batch={spec.eval.batch} must be even: a pair is two rows")
   if spec.eval.tokens and not own.eval_pairs:
     texts.append(
       f"eval.tokens={spec.eval.tokens}: a reward head has no loss of text; name held-out pairs as "
@@ -31,6 +31,18 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
     )
   if spec.distill.weight:
     texts.append(f"distill.weight={spec.distill.weight}: a reward head has no logits; set it to 0")
+  if jax.process_count() > 1:
+    texts.append("--job=rl reads pairs in one process; start one for all of its devices")
+  return texts + step_problems(spec)
+
+
+def step_problems(spec: TrainSpec) -> list[str]:
+  """The problems of the step alone, in words."""
+  texts = []
+  if spec.microbatch % 2:
+    texts.append(
+      f"global_batch / grad_accum_steps={spec.microbatch} must be even: a pair is two rows"
+    )
   for phase in range(len(spec.precision.phases)):
     recipe = site.flatten(spec.sites(phase=phase))["head"].recipe
     if recipe.is_quantized:
@@ -38,8 +50,6 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
         f"precision.rules give the reward head recipe {recipe.name!r}: its one column decides "
         "every score; begin them with ('head', 'bf16')"
       )
-  if jax.process_count() > 1:
-    texts.append("--job=rl reads pairs in one process; start one for all of its devices")
   return texts
 
 

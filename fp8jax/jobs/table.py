@@ -119,7 +119,7 @@ def _generates_wide(c: Config) -> bool:
 
 
 def _evaluates_wide(c: Config) -> bool:
-  return not (c.eval.tokens and EVAL_PRECISIONS[0] in c.eval.precisions) and (
+  return not (c.eval.tokens and EVAL_PRECISIONS[0] in (c.eval.precisions or ())) and (
     not c.eval.tasks or _generates_wide(c)
   )
 

@@ -68,7 +68,7 @@ def run(
       recipe = next(starting, recipes[0][name])
       rows.append(
         {"site": name, "tensor": tensor, "step": step, "data": fingerprint}
-        | _of_tensor(recipe, tensor, statistics, spec.of(Calibrate))
+        | _of_tensor(recipe, tensor, statistics, spec.of(Calibrate), recipe == recipes[0][name])
       )
   return {"format": FORMAT, "batches": count, "step": step, "data": fingerprint, "rows": rows}
 
@@ -79,7 +79,10 @@ def _starts(recipe: Recipe, tensor: str) -> bool:
   return bool(uses) and uses[0].source != CURRENT
 
 
-def _of_tensor(recipe: Recipe, tensor: str, statistics, c: Calibrate) -> dict[str, Any]:
+def _of_tensor(
+  recipe: Recipe, tensor: str, statistics, c: Calibrate, is_watched: bool
+) -> dict[str, Any]:
+  """A row's numbers; what quantization costs only of the recipe that was watched."""
   summary, counts = tensor_stats.summary(statistics[:LOUD]), statistics[LOUD:]
   uses = recipe.uses()[tensor]
   row: dict[str, Any] = {"recipe": recipe.name, "amax": summary["amax"], "rms": summary["rms"]}
@@ -88,7 +91,7 @@ def _of_tensor(recipe: Recipe, tensor: str, statistics, c: Calibrate) -> dict[st
       chosen = clipping.amax_of(c.method, c.percentile, counts, uses[0], summary["amax"])
       row |= {"amax": chosen, "largest": summary["amax"], "method": c.method}
     row["scale"] = float(given_scale(jnp.float32(row["amax"]), uses[0])[0, 0])
-  if uses:
+  if uses and is_watched:
     row |= {k: summary[k] for k in ("underflow", "saturation", "snr_db")}
   return row
 

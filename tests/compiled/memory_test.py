@@ -133,6 +133,18 @@ def test_bytes_of_a_layer_and_of_the_embedding_are_counted_by_hand(name):
   assert (embedding.get(workspace.GRADIENTS, 0), embedding[workspace.VOCABULARY]) == of_embedding
 
 
+def test_a_reward_head_has_one_column_and_no_logits():
+  sizes = {"model.vocab_size": 768, "model.tie_embeddings": False}
+  plain, scores = (
+    harness.tiny_spec(harness.tiny_config("bf16", **sizes, **more), job="memory")
+    for more in ({}, {"model.reward_head": True, "rl.loss": "reward"})
+  )
+  for moment in (workspace._layer, workspace._embedding):
+    less = moment(plain)[workspace.VOCABULARY] - moment(scores)[workspace.VOCABULARY]
+    assert less == 4 * 128 * (768 - 1)
+  assert workspace.logits(plain) == 4 * 1024 * 768 and workspace.logits(scores) == 0
+
+
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 400, page 0, parameter 0, shape |f32[100]| at ShapeIndex {}, maybe-live-out:
  value: <1 state.1 @0> (size=400,offset=0): f32[100]{0}
@@ -254,7 +266,7 @@ def test_what_a_run_holds_that_learns_from_its_own_completions(capsys, tmp_path)
     "in the step": made["peak"] + held,
     "while it draws": state + held + rollout["arguments"] + rollout["temporaries"],
     "while it scores": state + held + scoring,
-    "while it rewards": state + held + rewarding,
+    "while it rewards": state + held + rollout["weights"] + rewarding,
   }
   assert f"{of_rl['peaks']['while it draws'] / 2**30:.3f} GiB while it" in capsys.readouterr().err
 
@@ -267,6 +279,13 @@ def test_what_rl_cannot_hold_is_refused():
   head = {"model.reward_head": True, "rl.loss": "reward", "model.tie_embeddings": False}
   c = harness.tiny_config("bf16", **head)  # a run that may have one
   assert resolve.resolve(c, 1, harness.CPU, needs=table.JOBS["memory"].needs).model.reward_head
+  for changes, said in (
+    ({"rl.loss": "grpo"}, "rl.loss='grpo' with a reward head"), ({"global_batch": 1}, "be even"),
+    ({"precision.rules": ((".*", "block_128"),)}, "give the reward head recipe 'block_128'"),
+  ):  # fmt: skip
+    with pytest.raises(ConfigError, match=said):
+      c = harness.tiny_config("bf16", **head | changes)
+      resolve.resolve(c, 1, harness.CPU, needs=table.JOBS["memory"].needs)
   c = harness.tiny_config("bf16", **{"rl.tasks": "learned.jsonl"})
   with pytest.raises(ConfigError, match="generate.max_length=0: the cache of a rollout"):
     resolve.resolve(c, 1, harness.CPU, needs=table.JOBS["memory"].needs)

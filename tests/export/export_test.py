@@ -204,7 +204,7 @@ COMPRESSED = {"export.format": "compressed-tensors"}
 @pytest.mark.parametrize(
   "form",
   [
-    pytest.param(FP8, marks=pytest.mark.slow),
+    FP8,
     pytest.param(FP8 | {"export.scale_fmt": "ue8m0"}, marks=pytest.mark.slow),
     COMPRESSED | {"export.strategy": "block"},
     COMPRESSED | {"export.strategy": "channel", "export.input_scales": "static.json"},

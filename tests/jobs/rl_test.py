@@ -128,6 +128,13 @@ def refused(questions, **changes):
   return "\n".join(e.value.problems)
 
 
+def test_a_mistake_is_said_once_and_in_its_own_words(questions):
+  text = refused(questions, **{"rl.reward_model": "no_such", "rl.reward": ""})
+  assert text.count("no_such/config.json") == 1
+  text = refused(questions, **{"rl.loss": "dpo", "rl.beta": 0.0, "rl.reference": "no_such"})
+  assert "rl.beta=0.0 must be positive" in text and "not read" not in text
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [

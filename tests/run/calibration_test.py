@@ -62,6 +62,7 @@ def test_calibration_by_percentile_says_what_it_clips(changes):
   assert wanted <= row["amax"] <= 1.0625 * wanted and row["largest"] == w.max()
   assert row["method"] == "percentile" and "method" not in rows["layers/0/mlp/up", "w"]
   assert row["scale"] == pytest.approx(row["amax"] / 448, rel=1e-6)
+  assert ("snr_db" in row) == ("precision.schedule" not in changes)  # of the pass that was watched
   plain = dataclasses.replace(harness.one_layer_spec(), sections={Calibrate: section})
   with pytest.raises(UserError, match="calibrate.method='percentile' chooses .* is current"):
     calibration.run(plain, params, [batch], step=0, fingerprint="abc")
