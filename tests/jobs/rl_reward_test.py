@@ -17,6 +17,7 @@ from fp8jax.data.config import DataConfig
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.export import padding, write
 from fp8jax.generation.completion import Completion
+from fp8jax.jobs import diagnose
 from fp8jax.models import heads, lora
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import weights as hf_weights
@@ -111,6 +112,13 @@ def test_settings_that_cannot_train_a_reward_head_are_refused(
   monkeypatch.chdir(tmp_path)
   with pytest.raises(ValueError, match=said):
     debug_runs.spec(config(files, **changes), "rl")
+
+
+def test_a_pass_that_cannot_be_repeated_names_what_the_run_left(files, tmp_path):
+  (tmp_path / "nonfinite").mkdir()
+  (tmp_path / "nonfinite" / "batch_0.npz").touch()
+  with pytest.raises(ValueError, match=r"nonfinite/report\.json has every site"):
+    diagnose.run(debug_runs.spec(config(files), "diagnose"), str(tmp_path))
 
 
 # --- a run ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import harness
 import numpy as np
@@ -122,6 +123,17 @@ def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_fr
   harness.assert_trees_equal(harness.saved_state(tmp_path, late, 6).scaling_states, second)
   with pytest.raises(UserError, match="nothing starts from it"):
     calibration.load(harness.text_spec("block_128"), str(path))
+
+
+def test_the_passes_of_the_checkpoints_phase_are_watched(tmp_path, monkeypatch):
+  spec = harness.text_spec("bf16", job="calibrate", **STATIC_LATE_LAYERS)
+  loaded = types.SimpleNamespace(spec=spec, params={}, phase=1, where={"step": 5})
+  watched = []
+  monkeypatch.setattr(calibrate, "load_or_init", lambda *_, **options: loaded)
+  monkeypatch.setattr(
+    calibration.nonfinite, "stats_of_steps", lambda *of: watched.append(of[3]) or ()
+  )
+  assert calibrate.run(spec, str(tmp_path))["step"] == 5 and watched == [1]
 
 
 def test_scales_of_a_later_phase_begin_with_its_own_sites(rng):
