@@ -78,10 +78,8 @@ def test_every_recipe_is_proven_beside_others(mixture):
     assert ("(emulated)" in _printed(own)) == _is_emulated(name)
 
 
-# Slow: recipes beside others, above; all sites of one, the only one left in the default run.
-@pytest.mark.parametrize("name", [
-  pytest.param(name, marks=[pytest.mark.slow] * (name != "block_128")) for name in NARROW
-])  # fmt: skip
+@pytest.mark.slow  # recipes beside others: above
+@pytest.mark.parametrize("name", NARROW)
 def test_every_recipe_is_proven(name):
   rows = _proven((("head", "bf16"), (".*", name)))
   assert (sum(row.expected for row in rows) > 0) == _is_carried(name)
@@ -106,6 +104,7 @@ def test_a_format_that_float32_carries_has_no_fp8_gemm(monkeypatch):
   assert "int8_throughout (emulated)" in printed and "2 emulated" in printed and "0/" not in printed
 
 
+@pytest.mark.slow
 def test_a_format_that_fp8_carries_is_counted_and_named_emulated(monkeypatch):
   rows = harness.strict(_emulated("e3m2", monkeypatch))
   sites = [row for row in rows if row.recipe == "e3m2_throughout"]
@@ -157,7 +156,7 @@ GROUPS = "e4m3_16"
 REPEATED = [
   # Slow: the default, whose rows the tests below count.
   pytest.param("none", {}, "", marks=pytest.mark.slow),
-  ("linears", {}, "attn/o"),
+  pytest.param("linears", {}, "attn/o", marks=pytest.mark.slow),
   pytest.param("operands", {}, "attn/o", marks=pytest.mark.slow),
   ("full", {}, "attn/k attn/o attn/q attn/v mlp/gate mlp/up"),
   ("linears", {"memory__save_norm_inputs": GROUPS}, ""),
@@ -213,8 +212,12 @@ def test_products_on_a_mesh_have_the_sizes_of_one_device():
 # --- a site that is not FP8 ----------------------------------------------------------------------
 
 
-# Slow: of the two products that nothing repeats, wgrad is the one here.
-@pytest.mark.parametrize("product", ["fwd", pytest.param("dgrad", marks=pytest.mark.slow), "wgrad"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+  "product", ["fwd", pytest.param("dgrad", marks=SLOW), pytest.param("wgrad", marks=SLOW)]
+)
 def test_a_site_that_multiplies_wide_is_named(product, monkeypatch):
   spec = harness.debug_plan("block_128", memory__remat_policy="full")
   with pytest.raises(fp8_gemms.NotFp8) as e:

@@ -13,6 +13,7 @@ from fp8jax.config import identity, measured, registry
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import dispatch, sensitivity, train
 from fp8jax.ops import site_tree
+from fp8jax.run import restore
 from fp8jax.sensitivity.settings import Sensitivity
 
 RULES = (("layers/0/attn/v", "bf16"), ("head", "bf16"), (".*", "block_128"))
@@ -25,16 +26,15 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-  """(sensitivity.json of a run, the workdir of that run)."""
-  workdir = tmp_path_factory.mktemp("run")
-  # Its weights are all that is read: in BF16 they come in half the time.
-  harness.train_on_text(
-    workdir, **CHANGES | {"precision.rules": ((".*", "bf16"),), "eval.tokens": 0, "steps": 2}
-  )
+  """sensitivity.json of random weights."""
   spec = harness.text_spec(job="sensitivity", **CHANGES)
   section = dataclasses.replace(spec.of(Sensitivity), groups=(), top=0)
   spec = dataclasses.replace(spec, sections={Sensitivity: section})
-  return pathlib.Path(sensitivity.run(spec, str(workdir))["results"])
+  params = harness.init_params(spec.model)
+  loaded = restore.Loaded(spec, params, 0, {}, {"hf": "a test"}, {}, "")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sensitivity, "load_trained", lambda *_: loaded)
+    return pathlib.Path(sensitivity.run(spec, str(tmp_path_factory.mktemp("run")))["results"])
 
 
 def _names(spec) -> dict[str, str]:

@@ -156,6 +156,13 @@ BAD = {
 CASES = [(kind, *case) for kind, cases in BAD.items() for case in cases]
 
 
+def _bad(folder, kind, content):
+  """The spec of a file with this content and of a good one."""
+  (folder / "bad.txt").write_bytes(content)
+  (folder / "good.txt").write_bytes(b'{"text": "good"}\n' * 3 if kind == "jsonl" else b"good")
+  return texts.spec(texts.source(kind, folder / "*.txt"), heldout=0.0)
+
+
 def test_blank_lines_at_the_end_are_no_documents(tmp_path):
   (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n{"text": "two"}\n\n  \n')
   assert len(sources.JsonLines([str(tmp_path / "a.jsonl")], "text")) == 2
@@ -164,15 +171,18 @@ def test_blank_lines_at_the_end_are_no_documents(tmp_path):
 @pytest.mark.parametrize(
   "kind, content, line, message", CASES, ids=[f"{c[-1]} {i}" for i, c in enumerate(CASES)]
 )
-def test_malformed_documents_stop_the_run_or_are_counted(tmp_path, kind, content, line, message):
-  (tmp_path / "bad.txt").write_bytes(content)
-  (tmp_path / "good.txt").write_bytes(b'{"text": "good"}\n' * 3 if kind == "jsonl" else b"good")
-  spec = texts.spec(texts.source(kind, tmp_path / "*.txt"), heldout=0.0)
+def test_malformed_documents_stop_the_run(tmp_path, kind, content, line, message):
+  spec = _bad(tmp_path, kind, content)
   with pytest.raises(tokenize.MalformedDocument) as error:
     texts.take(spec, 3)
   assert message in str(error.value)
   assert str(tmp_path / "bad.txt") + (f":{line}" if line else "") in str(error.value)
   assert "data.on_malformed='skip'" in str(error.value)
+
+
+@pytest.mark.parametrize("kind, content", [(kind, cases[0][0]) for kind, cases in BAD.items()])
+def test_malformed_documents_are_counted(tmp_path, kind, content):
+  spec = _bad(tmp_path, kind, content)
   counts = loader.DocumentCounts()
   texts.take(dataclasses.replace(spec, on_malformed="skip"), 3, counts=counts)
   assert counts["malformed"] >= 1 and counts.summary()["malformed"] == counts["malformed"]

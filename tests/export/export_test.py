@@ -204,9 +204,10 @@ COMPRESSED = {"export.format": "compressed-tensors"}
 @pytest.mark.parametrize(
   "form",
   [
-    FP8,
+    # Codes of blocks: fp8_folders_test.py.
+    pytest.param(FP8, marks=pytest.mark.slow),
     pytest.param(FP8 | {"export.scale_fmt": "ue8m0"}, marks=pytest.mark.slow),
-    COMPRESSED | {"export.strategy": "block"},
+    pytest.param(COMPRESSED | {"export.strategy": "block"}, marks=pytest.mark.slow),
     COMPRESSED | {"export.strategy": "channel", "export.input_scales": "static.json"},
     pytest.param(COMPRESSED | {"export.strategy": "tensor"}, marks=pytest.mark.slow),
   ],

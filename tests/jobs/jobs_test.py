@@ -179,6 +179,15 @@ def test_a_finished_run_is_left_in_its_last_evaluation_and_completed(
   assert second["config"] == before[1]["config"] and made["config"] == identity.flatten(c)
 
 
+def test_restart_with_other_values_names_them_and_refuses(trained, run_job):
+  changes = LAUNCHED | {"optim.peak_lr": 5e-4, "log.every": 3}
+  code, stdout, stderr = run_job("train", debug_runs.config(**changes), trained.workdir)
+  output = stdout + stderr
+  assert code == 1
+  assert "optim.peak_lr was 0.001 at step 4 and is 0.0005 now" in output
+  assert "log.every: 2 -> 3" in output and "log.every was" not in output
+
+
 # --- evaluate and export -------------------------------------------------------------------------
 
 

@@ -126,14 +126,3 @@ def test_asked_to_stop_saves_and_says_so_in_the_exit_code(tmp_path, repository, 
   steps = saved.steps()
   saved.close()
   assert len(steps) == 1 and steps[0] >= 3
-
-
-def test_restart_with_other_values_names_them_and_refuses(tmp_path, run_job):
-  changes = {"eval.tokens": 0, "log.every": 10}
-  assert run_job("train", debug_runs.config("bf16", **changes), tmp_path)[0] == 0
-  changes |= {"optim.peak_lr": 5e-4, "log.every": 3}
-  code, stdout, stderr = run_job("train", debug_runs.config("bf16", **changes), tmp_path)
-  output = stdout + stderr
-  assert code == 1
-  assert "optim.peak_lr was 0.001 at step 4 and is 0.0005 now" in output
-  assert "log.every: 10 -> 3" in output and "log.every was" not in output

@@ -68,8 +68,12 @@ def parts(workdir, cycle):
     ]
 
 
+# Stops: in the first evaluation, within a rollout's updates, while a rollout is drawn; and the end.
+@pytest.mark.parametrize(
+  "stops", [(1, 5), pytest.param((0, 1, 2, 5), marks=pytest.mark.slow)], ids=str
+)
 def test_a_step_learns_from_its_part_and_a_run_goes_on_within_a_rollout(
-  tmp_path, questions, monkeypatch
+  tmp_path, questions, monkeypatch, stops
 ):
   summary = run(tmp_path / "whole", questions)
   assert set(summary["accuracies"]) == {"0", "4"} and summary["seconds"]["rollout"] > 0
@@ -102,7 +106,7 @@ def test_a_step_learns_from_its_part_and_a_run_goes_on_within_a_rollout(
     asked.extend([step] * (step >= 2))
     return len(asked) > 3
 
-  for stop in (0, 1, 2, 5):
+  for stop in stops:
     with monkeypatch.context() as m:
       at_step = lambda _, step, stop=stop: step >= stop  # noqa: E731
       m.setattr(preemption.Interrupts, "requested", while_it_draws if stop == 2 else at_step)

@@ -60,16 +60,13 @@ def _same_bits(got, want):
 
 
 # One direction alone is part of both. Scales are computed in float32, whichever dtype is read.
-_BOTH = ("activation", "weight")
-
-
 @pytest.mark.parametrize(
   "name, which, dtype",
   [
     pytest.param(
       n, w, dtype, id=f"{n}-{w}-{kind}",
       marks=[pytest.mark.slow] * (
-        (w != (1, 0) and (n != "activation" or kind == "f32")) or (kind == "f32" and n not in _BOTH)
+        w != (1, 0) or n == "weight pow2" or (kind == "f32" and n != "weight")
       ),
     )
     for n in PAIRS

@@ -203,17 +203,14 @@ WRAPPERS = {
 }
 
 
-# Quickly every wrapper with one preset, and presets with the one that traces b1 and b2; "bf16" has
-# the dtype of "bf16_sr" and rounds like "coat".
-_QUICK = ("coat", "inject_hyperparams")
+# Others: quantized_state_test.py.
+_QUICK = (("inject_hyperparams", "coat"), ("inject_hyperparams", None), ("masked", "coat"))
 
 
 @pytest.mark.parametrize(
   "wrapper,name",
   [
-    (w, n)
-    if n in _QUICK or (w in _QUICK and n != "bf16")
-    else pytest.param(w, n, marks=pytest.mark.slow)
+    pytest.param(w, n, marks=[] if (w, n) in _QUICK else [pytest.mark.slow])
     for w in WRAPPERS
     for n in (None, "coat", "bf16", "bf16_sr")
   ],
@@ -389,6 +386,7 @@ def test_dynamics_of_presets_and_of_what_they_avoid():
   assert found[e4m3][1][0] > 5
 
 
+@pytest.mark.slow
 def test_updates_stay_bounded_under_no_eps():
   """Of presets; a v of 0 is then divided by alone."""
   torchao = next(row for row in dynamics.OTHERS if "torchao" in row)
@@ -400,6 +398,7 @@ def test_updates_stay_bounded_under_no_eps():
   assert found[torchao][0][2] > 100
 
 
+@pytest.mark.slow  # one step of it: quantized_state_test.py
 def test_bfloat16_to_the_nearest_stalls_at_0_999():
   name = "float32 and BF16 to the nearest"
   rows = {name: dynamics.OTHERS[name], "sr": storage.MOMENTS["bf16_sr"]}

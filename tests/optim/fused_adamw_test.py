@@ -82,7 +82,10 @@ def _assert_as_by_optax(leaf, before, found):
   np.testing.assert_allclose(squares, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name, shape", [("stack", (3, 24, 128)), ("matrix", (24, 256))])
+@pytest.mark.parametrize("name, shape", [
+  # A stack of layers on every device: below.
+  pytest.param("stack", (3, 24, 128), marks=pytest.mark.slow), ("matrix", (24, 256)),
+])  # fmt: skip
 def test_a_kernels_step_is_optaxs(rng, interpreted_on_mesh, name, shape):
   leaf = _leaf(name, shape)
   before = _before(rng, leaf, shape)

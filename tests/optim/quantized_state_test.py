@@ -80,10 +80,12 @@ def test_momentum_in_e4m3_is_numpy_to_the_code(rng, group):
     assert np.mean(kept != wide) > 0.3
 
 
-# Slow: a transform or a format that the others have.
+# Slow: a transform or a format that the others have, "coat" in adam_test.py.
+_LIKE_OTHER_FORMATS = ("sqrt_v", "fp8lm", "bf16", "e4m3_256", "coat")
+
+
 @pytest.mark.parametrize("name", [
-  pytest.param(name, marks=[pytest.mark.slow] * (name in ("sqrt_v", "fp8lm", "bf16", "e4m3_256")))
-  for name in NARROW
+  pytest.param(name, marks=[pytest.mark.slow] * (name in _LIKE_OTHER_FORMATS)) for name in NARROW
 ])  # fmt: skip
 def test_state_of_adam_is_that_of_scale_by_adam(rng, name):
   params, *gradients = (_tree(rng, 10.0**-i) for i in range(4))
@@ -130,7 +132,7 @@ ELEMENTS = {"muon": 32 * 256 + 2 * 5 * 4 * 2 * 128, "masked": 2 * 32 * 256,
 
 # Slow: states of the shapes that others have; "multi_transform" masks, and adam_test.py injects.
 _LIKE_OTHERS = ("adamw", "amsgrad", "adafactor", "rmsprop", "lion", "adadelta", "novograd",
-                "adan", "sgd", "sm3", "masked", "inject_hyperparams")  # fmt: skip
+                "adan", "sgd", "sm3", "masked", "inject_hyperparams", "chain")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [

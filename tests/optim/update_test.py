@@ -97,7 +97,7 @@ def _packed(grads, name):
   }  # fmt: skip
 
 
-@pytest.mark.parametrize("master", ["float32", "bf16_sr"])
+@pytest.mark.parametrize("master", [pytest.param("float32", marks=pytest.mark.slow), "bf16_sr"])
 def test_a_step_that_is_not_applied_changes_nothing(master):
   _, grads, (state, kept, _), step = _run(3, moment_format="coat", master_format=master)
   nan = {k: g * np.nan for k, g in grads[0].items()}
@@ -115,7 +115,12 @@ MULTIPLIED = optimizers.Optimizer(
 @pytest.mark.parametrize(
   "master,error",
   # Initial rounding and one of each step, by at most an ulp.
-  [("float32", 2e-6), ("bf16_remainder", 2e-6), ("bf16_sr", 5 * 2**-7), ("f16", 5 * 2**-10)],
+  [
+    ("float32", 2e-6),
+    ("bf16_remainder", 2e-6),
+    ("f16", 5 * 2**-10),
+    pytest.param("bf16_sr", 5 * 2**-7, marks=pytest.mark.slow),
+  ],
 )
 def test_an_optimizer_applies_its_update_in_its_own_way(monkeypatch, master, error):
   """Four steps of w exp(-rate (sign + decay w)) in float64, by stacks, rows and norms."""

@@ -106,6 +106,7 @@ def test_every_served_recipe_passes_the_gate(quantize, recipe):
   assert all(0 < kl < 0.2 for kl in kls), kls
 
 
+@pytest.mark.slow  # folders: above; checkpoints that leave: jobs/jobs_test.py
 def test_a_checkpoint_that_was_trained_in_fp8_becomes_a_folder_in_int8(quantize, tmp_path):
   """The checkpoint's float32 masters, to the nearest; the codes of training are not in between."""
   trained = {

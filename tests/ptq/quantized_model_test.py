@@ -160,7 +160,13 @@ def test_a_layer_sees_what_the_quantized_layers_before_it_give(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "texts", [("rotate", "equalize", "awq"), ("smooth_quant", "gptq")], ids="-".join
+  "texts",
+  [
+    # Rotations and scales alone: fold_test.py.
+    pytest.param(("rotate", "equalize", "awq"), marks=pytest.mark.slow),
+    ("smooth_quant", "gptq"),
+  ],
+  ids="-".join,
 )
 def test_folds_leave_the_function_and_help_the_codes(model, tmp_path, texts):
   params, windows = model

@@ -142,9 +142,10 @@ def test_a_python_that_setup_cannot_use_is_named(make, python, said, unsaid):
   "driver, platforms, wheels",
   [
     ("580.65.06", "", ["jax[cuda13]==0.12.0.1"]),
-    ("535.1", "", ["jax[cuda12]==0.12.0.1"]),
+    # Every driver's wheels: below.
+    pytest.param("535.1", "", ["jax[cuda12]==0.12.0.1"], marks=pytest.mark.slow),
     ("535.1", "cpu", []),
-    (None, "", []),
+    pytest.param(None, "", [], marks=pytest.mark.slow),
     ("470.1", "", None),
   ],
 )

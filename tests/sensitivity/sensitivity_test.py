@@ -136,21 +136,13 @@ def test_estimates_are_slopes_of_small_switches(study):
     assert estimated[name]["both"]["kl"].sum() == pytest.approx(kl, rel=0.25), name
 
 
-def test_measurements_compile_nothing(study):
-  study.measure("to compile", {"layers/0/mlp/up": ON}, CHOOSE)
-  study.estimate()
-  for i, place in enumerate(study.places[:4]):
-    study.measure(f"{place.name} at {i}", {place.name: (1.0, i / 4)}, REPORT)
-  p = study.programs
-  assert [f._cache_size() for f in (p.reference, p.gradient, p.measure)] == [1, 1, 1]
-  assert p.compiled == 3
-
-
 def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
   spec = _spec()
   loaded = restore.Loaded(spec, _params(), 0, {}, {"hf": "a test"}, {}, "")
   monkeypatch.setattr(job, "load_trained", lambda spec, _: dataclasses.replace(loaded, spec=spec))
   first = job.run(spec, str(tmp_path))
+  result = json.loads((tmp_path / "sensitivity" / "sensitivity.json").read_text())
+  assert result["programs_compiled"] == 3  # the reference, its gradient, all measurements
   lines = (tmp_path / "sensitivity" / "measurements.jsonl").read_text()
   with open(tmp_path / "sensitivity" / "measurements.jsonl", "a") as f:
     f.write('{"name": "half a li')

@@ -272,7 +272,7 @@ def summary(recipe) -> dict:
 
 
 GOLDEN = [
-  pytest.param(r, marks=[] if r in QUICK or r == "bf16" else [pytest.mark.slow])
+  pytest.param(r, marks=[] if r in QUICK else [pytest.mark.slow])
   for r in ["bf16", *NARROW, UNIT, "block_128 saved"]
 ]
 

@@ -16,7 +16,7 @@ from fp8jax.run import preemption
 from fp8jax.step import loss_scale, train_step
 
 DYNAMIC = {"loss_scale.kind": "dynamic"}
-# Of four tests, whose step is one program. Clipping divides by the norm, and would hide a factor.
+# Of three tests, whose step is one program. Clipping divides by the norm, and would hide a factor.
 PLAIN = {"model.num_layers": 1, "optim.grad_clip_norm": 0.0, "eval.tokens": 0}
 
 
@@ -66,22 +66,13 @@ def test_a_run_goes_on_after_its_loss_scale_met_an_overflow(tmp_path, monkeypatc
   assert "update skipped" in capsys.readouterr().out
 
 
-def test_loss_scale_leaves_the_gradients_as_they_are():
-  """A power of two in float32: exact."""
-  plain = harness.text_spec("bf16", **PLAIN)
-  (host,) = harness.batches(plain, 1)
-  both = (plain, train_step.make_step(plain)), _growing_step("stop")
-  states = [step(harness.make_state(p), host, p.sites())[0] for p, step in both]
-  harness.assert_trees_equal(states[0].opt, states[1].opt)
-
-
 # Every source of scales; the head's gradient is made narrow before any factor on the loss.
 ALL_SOURCES = {
   "precision.rules": (
-    (".*/attn/o", "tensor_delayed(steps=3)"), (".*/up", "tensor_delayed_latest"),
-    ("head", "e4m3_static"), (".*/down", "tensor_current"), (".*", "bf16"),
+    (".*/up", "tensor_delayed_latest"), ("head", "e4m3_static"), (".*/down", "tensor_current"),
+    (".*", "bf16"),
   ),
-  "model.num_layers": 1,
+  "model.num_layers": 1, "optim.grad_clip_norm": 0.0,
 }  # fmt: skip
 
 
@@ -161,7 +152,10 @@ def test_float16_starts_from_the_largest_loss_scale_that_does_not_overflow():
     )
 
 
-@pytest.mark.parametrize("policy, is_last", [("stop", True), ("stop", False), ("skip", True)])
+@pytest.mark.parametrize(
+  "policy, is_last",
+  [("stop", True), ("stop", False), pytest.param("skip", True, marks=pytest.mark.slow)],
+)
 def test_overflow_at_the_smallest_loss_scale_ends_a_run(policy, is_last):
   """No smaller scale would help, and skipping for ever looks like training."""
   spec, step = _growing_step(policy)

@@ -183,24 +183,7 @@ def test_weights_are_moved_off_ties_alike_on_a_mesh_and_nothing_else_is():
   harness.assert_trees_equal(*placed.values())
 
 
-def test_decay_and_moments_follow_the_declarations(rng):
-  """A step without gradients shrinks matrices and leaves norms alone; moments stay float32."""
-  changes = {"optim.warmup_steps": 0, "optim.peak_lr": 0.5, "optim.schedule": "constant"}
-  spec = harness.one_layer_spec(**changes)
-  state = harness.make_state(spec)
-  before = jax.tree.map(np.array, state.params)
-  batch = harness.weighted_batch(rng)
-  silent = dict(batch, weights_BL=np.zeros_like(batch["weights_BL"]))
-  state, values = train_step.make_step(spec)(state, silent, spec.sites())
-  assert values["grad_norm"] == 0
-  after, mlp = state.params["layers"]["mlp"], before["layers"]["mlp"]
-  np.testing.assert_array_equal(state.params["norm"], before["norm"])
-  np.testing.assert_array_equal(after["norm"], mlp["norm"])
-  np.testing.assert_allclose(after["up"], mlp["up"] * (1 - 0.5 * 0.1), rtol=1e-6)
-  assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(state.opt))
-
-
-# Of four tests, whose step is one program.
+# Of five tests, whose step is one program.
 SCHEDULE = {
   "steps": 20, "optim.warmup_steps": 4, "optim.decay_steps": 4, "optim.peak_lr": 1e-4,
   "optim.min_lr": 1e-5,
@@ -211,6 +194,29 @@ SCHEDULE = {
 def _scheduled(policy):
   """Traced once for all tests."""
   return harness.Runner(harness.one_layer_spec(**SCHEDULE, **{"optim.on_nonfinite": policy}))
+
+
+def test_decay_and_moments_follow_the_declarations(rng):
+  """Steps without gradients shrink matrices and leave norms alone; moments stay float32."""
+  runner = _scheduled("stop")
+  state = harness.make_state(runner.spec)
+  before = jax.tree.map(np.array, state.params)
+  batch = harness.weighted_batch(rng)
+  silent, rates = dict(batch, weights_BL=np.zeros_like(batch["weights_BL"])), []
+  for _ in range(5):
+    state, values = runner.step(state, silent)
+    assert values["grad_norm"] == 0
+    rates.append(values["learning_rate"])
+  after, mlp = state.params["layers"]["mlp"], before["layers"]["mlp"]
+  np.testing.assert_array_equal(state.params["norm"], before["norm"])
+  np.testing.assert_array_equal(after["norm"], mlp["norm"])
+  old, new = (np.float64(x) for x in (mlp["up"], after["up"]))
+  # By 3e-5, of which float32 rounds one part in 200 in an element, and less in all of them.
+  shrunk = 1 - (old * new).sum() / (old * old).sum()
+  assert shrunk == pytest.approx(0.1 * np.sum(rates), rel=5e-3)
+  ulp = np.spacing(np.float32(np.abs(old).max()))  # of five steps, each rounded by half of one
+  assert np.abs(old - new - shrunk * old).max() <= 3 * ulp
+  assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(state.opt))
 
 
 def test_learning_rate_follows_the_schedule(rng):
@@ -248,11 +254,13 @@ def test_non_finite_step_changes_nothing_and_halts_or_counts(rng, policy):
   "path, layer, message",
   [
     ("layers/mlp/up", 1, "layers/1/mlp/up: its weight is not finite"),
-    ("layers/attn/norm", 1, "layers/1/attn/q: its input is not finite"),
-    ("layers/mlp/norm", 0, "layers/0/mlp/gate: its input is not finite"),
+    pytest.param("layers/attn/norm", 1, "layers/1/attn/q: its input is not finite",
+                 marks=pytest.mark.slow),
+    pytest.param("layers/mlp/norm", 0, "layers/0/mlp/gate: its input is not finite",
+                 marks=pytest.mark.slow),
     ("norm", 3, "head: its input is not finite"),
   ],
-)
+)  # fmt: skip
 def test_first_bad_site_is_named(rng, path, layer, message):
   spec = harness.one_layer_spec(**{"model.num_layers": 2, "grad_accum_steps": 2})
   flat = params_lib.flatten(jax.tree.map(np.array, harness.init_params(spec.model)))
@@ -275,7 +283,9 @@ def test_first_bad_site_of_the_backward_pass_is_the_last_layer_with_a_bad_gradie
   )
 
 
-@pytest.mark.parametrize("accumulation, scaling", [(1, "none"), (2, "loss")])
+@pytest.mark.parametrize(
+  "accumulation, scaling", [pytest.param(1, "none", marks=pytest.mark.slow), (2, "loss")]
+)
 def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulation, scaling):
   """Or gradients of the sum, times a constant of the vocabulary (model.unit_scaling)."""
   changes = {"model.unit_scaling": scaling, "optim.grad_clip_norm": 0.0}
