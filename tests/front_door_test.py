@@ -29,6 +29,7 @@ FUNCTIONS = {k: v for k, v in PUBLIC.items() if inspect.isfunction(v)}
 FUNCTIONS |= {f"site.{k}": getattr(fp8jax.site, k) for k in SITE}
 
 
+@pytest.mark.slow  # functions and their examples: below
 def test_the_page_runs(repository, capsys):
   """Blocks of "FP8 in ten minutes" run in order, as a reader would run them."""
   path = repository / "experiments" / "fp8_in_ten_minutes.md"

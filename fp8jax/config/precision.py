@@ -102,9 +102,8 @@ def frozen_problems(
             f"{path}: {base} rotates blocks of {rotation.size}, and the product contracts {extent},"
             " no multiple of it; set model.lora.base='bf16'"
           )
-        elif (recipe.is_quantized or rotation) and not tiles_are_whole(
-          declared[path], model, layout, stored
-        ):
+        # Of a recipe in the compute dtype too: a device dequantizes its own part.
+        elif not tiles_are_whole(declared[path], model, layout, stored):
           letters = "".join(declared[path].gemm_letters)
           problems.append(
             f"{path}: {base} on this mesh would split tiles of {stored} over devices; take a "

@@ -78,6 +78,11 @@ class Batches:
   def __init__(self, layout: axes.Layout, rows: int, accumulation: int):
     self.counts, self.spread = loader.DocumentCounts(), BatchSharder(layout, rows, accumulation)
 
+  def ends(self) -> list[int]:
+    """Tokens that close what these batches train, of which a model has to know; the commonest
+    first."""
+    return []
+
   def metrics(self) -> dict[str, float]:
     """Of the last batch."""
     return {}
@@ -93,10 +98,15 @@ class TrainBatches(Batches):
 
   def __init__(self, data: DataConfig, layout: axes.Layout, rows: int, accumulation: int):
     super().__init__(layout, rows, accumulation)
-    self._sources = tuple(data.sources)
+    self._data, self._sources = data, tuple(data.sources)
     self.iterator = loader.train_batches(
       data, self.spread.local_batch, self.spread.shard, self.counts
     )
+
+  def ends(self) -> list[int]:
+    """Special tokens that close the turns of conversations."""
+    data = self._data
+    return [] if data.chat is None else loader.chat_index(data).ends(data.tokenizer)[0]
 
   def metrics(self) -> dict[str, float]:
     """Of the last batch, by source: the share of its tokens, documents and their mean length.

@@ -67,16 +67,16 @@ class Benchmark:
     texts = []
     path = os.path.join(os.path.expanduser(data_dir), self.file)
     if not os.path.isfile(path):
-      texts.append(f"eval.tasks: {name} needs {path}, which does not exist; put it there "
+      texts.append(f"{name} needs {path}, which does not exist; put it there "
                    f"(eval.data_dir names the folder): {self.format}")  # fmt: skip
     if self.runs_code and not allow_code:
-      texts.append(f"eval.tasks: {name} executes programs that the model writes, in a sandbox; "
+      texts.append(f"{name} executes programs that the model writes, in a sandbox; "
                    "allow it with eval.allow_code_execution=True")  # fmt: skip
     elif self.runs_code:
       try:
         code_sandbox.sandbox()
       except UserError as e:
-        texts.append(f"eval.tasks: {name}: {e}")
+        texts.append(f"{name}: {e}")
     return texts
 
 

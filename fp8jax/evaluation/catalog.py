@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fp8jax import calls
@@ -21,13 +21,23 @@ def split(names: str) -> list[str]:
   return [name.strip() for name in _NAME.findall(names) if name.strip()]
 
 
-def problems(settings: Tasks) -> list[str]:
-  """Everything that is wrong with eval.tasks, in words, without reading data or packages."""
+EVALUATED = "eval.tasks"
+
+
+def problems(
+  settings: Tasks, key: str = EVALUATED, elsewhere: Mapping[str, str] | None = None
+) -> list[str]:  # fmt: skip
+  """Everything that is wrong with the tasks of a key, in words, without reading data or packages.
+
+  Args:
+    settings: with the tasks of `key`.
+    elsewhere: {part of the protocol: key} of those that this key's names do not state.
+  """
   names = settings.tasks
   collected = ConfigErrors()
-  collected.check(not names or bool(split(names)), f"eval.tasks={names!r} names no task; {_FILES}")
+  collected.check(not names or bool(split(names)), f"{key}={names!r} names no task; {_FILES}")
   for name in split(names):
-    collected.extend(_problems_of(name, settings))
+    collected.extend([f"{key}: {text}" for text in _problems_of(name, settings, elsewhere or {})])
   seed = settings.seed
   collected.check(0 <= seed < 2**63, f"eval.seed={seed} must be from 0 to 2**63 - 1")
   collected.file(
@@ -36,8 +46,8 @@ def problems(settings: Tasks) -> list[str]:
   return collected.found
 
 
-def load(settings: Tasks) -> tuple[tasks.Task, ...]:
-  """The tasks of eval.tasks, a comma list: see its meaning.
+def load(settings: Tasks, key: str = EVALUATED) -> tuple[tasks.Task, ...]:
+  """The tasks of eval.tasks, a comma list: see its meaning; or of another key, which errors name.
 
   Raises:
     UserError, FileNotFoundError: a name or a file is wrong.
@@ -53,21 +63,21 @@ def load(settings: Tasks) -> tuple[tasks.Task, ...]:
   for task in made:
     by_file.setdefault(store.file_name(task.name).casefold(), []).append(task.name)
   for file, names_of_file in by_file.items():
-    collected.check(file != "", f"eval.tasks: the name {names_of_file[0]!r} has no letter or digit")
+    collected.check(file != "", f"{key}: the name {names_of_file[0]!r} has no letter or digit")
     collected.check(
       len(names_of_file) == 1,
-      f"eval.tasks: {' and '.join(map(repr, names_of_file))} would be stored in one file, "
+      f"{key}: {' and '.join(map(repr, names_of_file))} would be stored in one file, "
       f"{file}.jsonl; give one of them another name (the key 'name' of a task file)",
     )
   collected.refuse()
   return made
 
 
-def check_packages(made: Iterable[tasks.Task]):
+def check_packages(made: Iterable[tasks.Task], key: str = EVALUATED):
   """Raises ConfigError where a verifier's package is missing, before anything is generated."""
   collected = ConfigErrors()
   if any(verifiers.MATH in task.verifier.split("/") for task in made):
-    collected.extend(_lacks("math_verify"))
+    collected.extend([f"{key}: {text}" for text in _lacks("math_verify")])
   collected.refuse()
 
 
@@ -111,37 +121,36 @@ def _task(name: str, arguments: dict[str, Any], settings: Tasks, trained: frozen
   return reasoning_gym_tasks.make(name, arguments, settings.questions, trained=trained)
 
 
-def _problems_of(text: str, settings: Tasks) -> list[str]:
+def _problems_of(text: str, settings: Tasks, elsewhere: Mapping[str, str]) -> list[str]:
   try:
     name, arguments, changes = _parse(text)
   except ValueError as e:
-    return [f"eval.tasks: {text!r} is no task: {e}"]
+    return [f"{text!r} is no task: {e}"]
+  if unread := [part for part in changes if part in elsewhere]:
+    keys = ", ".join(elsewhere[part] for part in unread)
+    return [f"{text!r}: {', '.join(unread)} of a completion {keys} states; set that"]
   wrong = [key for key, value in changes.items()
            if type(value) not in {int, _PROTOCOL[key]}]  # fmt: skip
   if wrong:
-    return [
-      f"eval.tasks: {text!r}: {', '.join(wrong)} must be a number, of samples and tokens whole"
-    ]
+    return [f"{text!r}: {', '.join(wrong)} must be a number, of samples and tokens whole"]
   # More than one sample needs a temperature, which may be the task's own.
   drawn: dict[str, Any] = {"temperature": 1.0, **changes}
-  protocol = tasks.Protocol(**drawn).problems(f"eval.tasks: {text!r}")
+  protocol = tasks.Protocol(**drawn).problems(repr(text))
   if name in reasoning_gym_tasks.FAMILIES:
     return protocol + _lacks("reasoning_gym")
   if arguments:
-    protocol.append(
-      f"eval.tasks: {text!r}: {name} takes {', '.join(_PROTOCOL)}, not {', '.join(arguments)}"
-    )
+    protocol.append(f"{text!r}: {name} takes {', '.join(_PROTOCOL)}, not {', '.join(arguments)}")
   if name in benchmarks.BENCHMARKS:
     made = benchmarks.BENCHMARKS[name]
     protocol += made.problems(name, settings.data_dir, settings.allow_code_execution)
     return protocol + (_lacks("math_verify") if name.startswith("aime") else [])
   if name.endswith((".json", ".jsonl")):
     there = os.path.isfile(os.path.expanduser(name))
-    return protocol + ([] if there else [f"eval.tasks: {name} does not exist; {_FILES}"])
+    return protocol + ([] if there else [f"{name} does not exist; {_FILES}"])
   known = (*reasoning_gym_tasks.FAMILIES, *benchmarks.BENCHMARKS)
   near = nearest(name, known)
   hint = f"did you mean {near!r}?" if near else _FILES
-  return [f"eval.tasks: {name!r} is none of {', '.join(known)}; {hint}"]
+  return [f"{name!r} is none of {', '.join(known)}; {hint}"]
 
 
 _FILES = f"or name a file: .json, a task file, or .jsonl, {jsonl_tasks.FORMAT}"
@@ -150,4 +159,4 @@ _FILES = f"or name a file: .json, a task file, or .jsonl, {jsonl_tasks.FORMAT}"
 def _lacks(module: str) -> list[str]:
   if importlib.util.find_spec(module) is not None:
     return []
-  return ["eval.tasks: " + missing_package(ModuleNotFoundError(module, name=module))]
+  return [missing_package(ModuleNotFoundError(module, name=module))]

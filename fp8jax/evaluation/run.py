@@ -49,7 +49,8 @@ def evaluate(
   """Asks the items that are not answered yet, and sums up all.
 
   Args:
-    settings: what decides the outputs besides the task and the seed.
+    settings: what decides the outputs besides the task and the seed; "stop": texts at which an
+      output ends, beside the task's own.
     say: takes a line of progress, ten or so per task.
 
   Raises:
@@ -57,13 +58,16 @@ def evaluate(
   """
   writer = store.Writer(folder, task, {**settings, "seed": seed})
   try:
-    seconds = _ask_the_rest(task, generator, ask, writer, seed, say)
+    stop = (*task.protocol.stop, *settings.get("stop", ()))
+    seconds = _ask_the_rest(task, generator, ask, writer, seed, stop, say)
     return Evaluated(task, writer.scores(), _summary(task, writer, seconds))
   finally:
     writer.close()
 
 
-def _ask_the_rest(task: Task, generator, ask: Ask, writer: store.Writer, seed: int, say) -> float:
+def _ask_the_rest(
+  task: Task, generator, ask: Ask, writer: store.Writer, seed: int, stop: tuple[str, ...], say
+) -> float:
   """Seconds of generation and verification; 0 where all was answered before."""
   rest = [item for item in task.items if item.name not in writer.done]
   if len(rest) < len(task.items):
@@ -72,7 +76,7 @@ def _ask_the_rest(task: Task, generator, ask: Ask, writer: store.Writer, seed: i
     return 0.0
   protocol, start = task.protocol, time.perf_counter()
   sampling = Sampling(
-    temperature=protocol.temperature, top_p=protocol.top_p, stop=protocol.stop,
+    temperature=protocol.temperature, top_p=protocol.top_p, stop=stop,
     max_new_tokens=protocol.max_new_tokens, seed=seed,
   )  # fmt: skip
   asked = [ask(task, item) for item in rest]

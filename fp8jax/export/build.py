@@ -214,7 +214,8 @@ def build(
   rows: matrices.Rows = {}  # of the FP8 matrices, as they are written
   began = (source.trained.get("config") or {}).get("init.hf", "") or spec.weights.hf
   if spec.of(Export).format == "peft":
-    fp8, dtype, (gate, files, read) = None, "float32", _adapters(spec, source, texts, began)
+    base = _frozen_base(source.trained.get("config") or {}) or spec.weights.hf
+    fp8, dtype, (gate, files, read) = None, "float32", _adapters(spec, source, texts, base)
   else:
     fp8 = _choose_fp8(spec, plain, source)
     dtype = spec.of(Export).dtype
@@ -263,7 +264,26 @@ def _has_adapters(source: Source) -> bool:
   return any(map(lora.is_adapter, params_lib.flatten(source.params)))
 
 
-def _adapters(spec: TrainSpec, source: Source, texts: list[Batch], began: str) -> _Parts:
+def _frozen_base(config: Mapping[str, Any]) -> str:
+  """The folder that a run's adapters were trained beside, "" where it is another run's weights.
+
+  Args:
+    config: of the run, flat; adapters that came with init.workdir have the base of that run.
+  """
+  began = config.get("init.workdir")
+  if not began:
+    return config.get("init.hf", "")
+  other = _json(os.path.expanduser(began), "config.json").get("resolved", {})
+  if other.get("model.lora.rank"):
+    return _frozen_base(other)
+  console_lib.console(stderr=True).print(
+    f"the adapters were trained beside the weights of {began}: base_model_name_or_path is null; "
+    "export that run, and load them beside its folder"
+  )
+  return ""
+
+
+def _adapters(spec: TrainSpec, source: Source, texts: list[Batch], base: str) -> _Parts:
   """The adapters alone; they are read beside the base that they came with."""
   if not _has_adapters(source):
     raise UserError(
@@ -271,7 +291,7 @@ def _adapters(spec: TrainSpec, source: Source, texts: list[Batch], began: str) -
     )
   params = stored_params.dequantize_tree(source.params)
   read = functools.partial(peft.added, params, cfg=spec.model, layout=spec.run.layout)
-  return Gate(spec, texts, params), write.adapters(params, spec.model, began), read
+  return Gate(spec, texts, params), write.adapters(params, spec.model, base), read
 
 
 def _model(

@@ -16,6 +16,7 @@ from fp8jax.generation.settings import Generate
 from fp8jax.generation.stoppable import AskedToStop, Stoppable
 from fp8jax.jobs import evaluate_tasks, resume, run_state
 from fp8jax.jobs import generator as generator_lib
+from fp8jax.models.config import ComputeConfig
 from fp8jax.phases import policy
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step import train_spec
@@ -37,10 +38,12 @@ class TaskAccuracy:
     self._workdir, self._say, self.identity = workdir, say, {}
     self._tasks: tuple[Task, ...] = ()
     self._generator: api.Generator | None = None
+    self._run: ComputeConfig | None = None
     policies = spec.precision.policy
     if not policy.asks_tasks(policies) and not (asks and spec.of(Tasks).tasks):
       return
     self._tasks, problems = catalog.load(spec.of(Tasks)), ConfigErrors()
+    catalog.check_packages(self._tasks)
     metrics = {policy.ACCURACY, *(f"{policy.ACCURACY}/{task.name}" for task in self._tasks)}
     for one in policies:
       if policy.is_accuracy(one.metric):
@@ -87,8 +90,10 @@ class TaskAccuracy:
       return {}
     label, recipe = next(iter(evaluator_lib.precisions(spec, phase).items()))
     sites = evaluator_lib.sites_of(spec, recipe, scaling_states, phase)
-    if self._generator is None:
-      self._generator = generator_lib.make(spec, self._workdir, params, sites)
+    run = evaluator_lib.run_of(spec, recipe, sites)
+    if self._generator is None or run != self._run:
+      self._run = run  # invariant as soon as no scale is chosen from a batch
+      self._generator = generator_lib.make(spec, self._workdir, params, sites, run)
     else:
       self._generator.take(params, sites)
     precision = label if label == evaluator_lib.BF16 else evaluator_lib.RECIPE

@@ -97,6 +97,8 @@ def how_asked(spec: train_spec.TrainSpec, precision: str, rules: Any) -> dict[st
       template["template"] = hashlib.sha256(f.read() + data.template_date.encode()).hexdigest()[:16]
   if (matmul := spec.flat["kernels.matmul"]) != "auto":  # another order of sums
     template["matmul"] = matmul
+  if g.stop:
+    template["stop"] = list(g.stop)
   # Other keys that make the forward pass; scales are in the digest of the weights.
   known = [f"precision.{key}" for key in ("rules", "policy", "calibration", "compute_dtype")]
   changed = {

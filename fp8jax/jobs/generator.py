@@ -11,6 +11,7 @@ from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.generation import api, checks, weights
 from fp8jax.generation.settings import Generate
+from fp8jax.models.config import ComputeConfig
 from fp8jax.ops import site_tree
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run.restore import load_weights
@@ -42,13 +43,19 @@ def load(
   return make(spec, workdir, loaded.params, sites), loaded.where | digest
 
 
-def make(spec: train_spec.TrainSpec, workdir: str, params, sites) -> api.Generator:
-  """The generator of these parameters and sites, with the settings of `generate`."""
+def make(
+  spec: train_spec.TrainSpec, workdir: str, params, sites, run: ComputeConfig | None = None
+) -> api.Generator:
+  """The generator of these parameters and sites, with the settings of `generate`.
+
+  Args:
+    run: the execution of its forward pass; None: training's.
+  """
   g, folder, tokenizer = spec.of(Generate), settings_folder(spec, workdir), spec.data.tokenizer
   # A run that began without Hugging Face files keeps its ends of turns in its own folder.
   ends = api.end_ids(folder or workdir, tokenizer, g.stop_tokens)
   return api.Generator(
-    params, sites, spec.model, spec.run, tokenizer, ends, slots=g.slots,
+    params, sites, spec.model, run or spec.run, tokenizer, ends, slots=g.slots,
     cache_format=g.cache_format, max_length=g.max_length, folder=folder, weight_form=g.weights,
   )  # fmt: skip
 

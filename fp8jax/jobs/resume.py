@@ -60,17 +60,18 @@ class Saver:
       before = self.checkpoints.meta(steps[-1]).get("seconds", {})
       self._clock.go_on(before, metrics_writer.last_logged(self._workdir, "elapsed_seconds"))
       return self._restored(self.checkpoints, steps[-1], out)
+    ends = self._batches.ends()
     if not spec.init.workdir:
-      state, self._weights_dtype = start_lib.fresh(spec, self._workdir, out)
+      state, self._weights_dtype = start_lib.fresh(spec, self._workdir, out, ends)
       return state, 0
     workdir = start_lib.source(spec.init.workdir)
     if spec.init.weights_only:
-      state, self._weights_dtype = start_lib.stage(spec, workdir, self._workdir, out)
+      state, self._weights_dtype = start_lib.stage(spec, workdir, self._workdir, out, ends)
       return state, 0
     with contextlib.closing(checkpoint.Checkpoints(workdir)) as other:
       restored = self._restored(other, other.find(spec.init.step), out)
     out.print(f"continuing the run in {spec.init.workdir}")
-    start_lib.take_source(spec, workdir, self._workdir)
+    start_lib.take_source(spec, workdir, self._workdir, ends)
     return restored
 
   def _restored(self, saved: checkpoint.Checkpoints, step: int, out) -> tuple[State, int]:

@@ -1,14 +1,15 @@
 """The state that a run without a checkpoint starts from."""
 
 import contextlib
+import filecmp
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import rich.console
 
 from fp8jax.config import resolve
-from fp8jax.data import loader
 from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import UserError
 from fp8jax.export import write
@@ -28,15 +29,20 @@ from fp8jax.step.state import State
 _SETTINGS = "generation_config.json"
 
 
-def fresh(spec: train_spec.TrainSpec, workdir: str, out: rich.console.Console) -> tuple[State, str]:
+def fresh(
+  spec: train_spec.TrainSpec, workdir: str, out: rich.console.Console, ends: Sequence[int] = ()
+) -> tuple[State, str]:
   """(a state with random weights or those of init.hf, the dtype that an export restores).
+
+  Args:
+    ends: tokens that close what the run trains.
 
   Raises:
     UserError: see start_codes.StartCodes.
   """
   source = spec.init.hf
   if not source:
-    _note_ends(spec, workdir)
+    _note_ends(spec, workdir, ends)
     return train_step.make_state(spec), "bfloat16"
   codes = start_codes.StartCodes(spec)
   params, dtype = hf_weights.load_params(source, spec.model, spec.run.layout, values=codes)
@@ -45,7 +51,7 @@ def fresh(spec: train_spec.TrainSpec, workdir: str, out: rich.console.Console) -
   params = peft.added(params, spec.init.adapters, spec.model, spec.run.layout)
   if said := peft.note(spec.init.adapters):
     out.print(said)
-  _keep_files(spec, source, workdir)
+  _keep_files(spec, source, workdir, ends)
   return train_step.make_state(spec, params), dtype
 
 
@@ -92,8 +98,9 @@ def frozen(spec: train_spec.TrainSpec, folder: str, key: str):
 
 
 def stage(
-  spec: train_spec.TrainSpec, other: str, workdir: str, out: rich.console.Console
-) -> tuple[State, str]:
+  spec: train_spec.TrainSpec, other: str, workdir: str, out: rich.console.Console,
+  ends: Sequence[int] = (),
+) -> tuple[State, str]:  # fmt: skip
   """`fresh` with the weights of another run's checkpoint, whose masters are float32 here.
 
   Adapters and a reward head start over where that run has none. Where it has adapters, the codes of
@@ -115,7 +122,7 @@ def stage(
       + ["set model.preset and its overrides as in that run, or name another"]
     ) from e
   out.print(f"starting from the weights of step {step} in {spec.init.workdir}")
-  take_source(spec, other, workdir)
+  take_source(spec, other, workdir, ends)
   params = {key: p for key, p in params.items() if key != "head" or not begins_head}
   params = jax.tree.map(
     lambda p: p if isinstance(p, StoredMatrix) else stored_params.dequantize_tree(p),
@@ -129,29 +136,38 @@ def _config(workdir: str, step: int) -> dict[str, Any]:
     return saved.meta(saved.find(step))["config"]
 
 
-def take_source(spec: train_spec.TrainSpec, other: str, workdir: str):
-  """Keeps the Hugging Face files that another run began with, for --job=export."""
+def take_source(
+  spec: train_spec.TrainSpec, other: str, workdir: str, ends: Sequence[int] = ()
+):  # fmt: skip
+  """Keeps the Hugging Face files that another run began with, for --job=export, or its ends."""
   source = os.path.join(other, "hf_source")
   if os.path.isdir(source):
-    _keep_files(spec, source, workdir)
+    _keep_files(spec, source, workdir, ends)
   else:
-    _note_ends(spec, workdir)
+    _note_ends(spec, workdir, [*ends, *_ends_of(spec, other)])
 
 
-def _note_ends(spec: train_spec.TrainSpec, workdir: str):
+def _ends_of(spec: train_spec.TrainSpec, other: str) -> list[int]:
+  """The ends that another run without Hugging Face files keeps; none of another tokenizer's."""
+  if not os.path.exists(os.path.join(other, _SETTINGS)):
+    return []
+  then = hf_config.read_json(other, "config.json")["resolved"]["data.tokenizer"]
+  own = spec.data.tokenizer
+  is_same = then == own.path
+  if not is_same and BYTES not in (then, own.path):
+    with contextlib.suppress(UserError):  # it is gone
+      is_same = filecmp.cmp(Tokenizer(then).file, own.file, shallow=False)
+  return hf_config.read_json(other, _SETTINGS)["eos_token_id"] if is_same else []
+
+
+def _note_ends(spec: train_spec.TrainSpec, workdir: str, ends: Sequence[int]):
   """Keeps the ends of a run that began without Hugging Face files: trained ones, and documents'."""
-  ends, own = _trained_ends(spec), []
+  own = []
   if ends and not jax.process_index():
     with contextlib.suppress(UserError):  # a tokenizer without an end of documents
       own = [spec.data.tokenizer.eos_id]
     os.makedirs(workdir, exist_ok=True)
-    provenance_lib.write_json(workdir, _SETTINGS, {"eos_token_id": [*dict.fromkeys(ends + own)]})
-
-
-def _trained_ends(spec: train_spec.TrainSpec) -> list[int]:
-  """Special tokens that close the turns that this run trains."""
-  data = spec.data
-  return [] if data.chat is None else loader.chat_index(data).ends(data.tokenizer)[0]
+    provenance_lib.write_json(workdir, _SETTINGS, {"eos_token_id": [*dict.fromkeys([*ends, *own])]})
 
 
 def _own_eos(tokenizer: Tokenizer, folder: str) -> Tokenizer:
@@ -164,7 +180,7 @@ def _own_eos(tokenizer: Tokenizer, folder: str) -> Tokenizer:
   return own
 
 
-def _keep_files(spec: train_spec.TrainSpec, source: str, workdir: str):
+def _keep_files(spec: train_spec.TrainSpec, source: str, workdir: str, trained: Sequence[int]):
   """Keeps the files beside a model's weights, with the tokenizer and template of this run.
 
   Its tokenizer may be another than the model's own: a base model is fine-tuned with the tokenizer
@@ -178,7 +194,7 @@ def _keep_files(spec: train_spec.TrainSpec, source: str, workdir: str):
   if folder:
     own = _own_eos(tokenizer, folder)
     before = api.end_ids(target, own)
-    ends = dict.fromkeys([*_trained_ends(spec), *api.end_ids(folder, own), *before])
+    ends = dict.fromkeys([*trained, *api.end_ids(folder, own), *before])
     if set(ends) != set(before):
       has_settings = os.path.exists(os.path.join(target, _SETTINGS))
       old = hf_config.read_json(target, _SETTINGS) if has_settings else {}

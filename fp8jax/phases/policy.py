@@ -269,7 +269,7 @@ def keys_read(policies: tuple[Policy, ...]) -> set[str]:
   metrics = {"eval.every", "eval.tokens", "eval.batch", "eval.precisions"}
   # Of eval.tasks a checkpoint remembers what was asked, see jobs/accuracy.py.
   tasks = {"eval.tasks", "eval.chat", "eval.seed", "generate.cache_format", "generate.max_length"}
-  tasks |= {"generate.slots", "generate.stop_tokens"}
+  tasks |= {"generate.slots", "generate.stop", "generate.stop_tokens"}
   metrics |= tasks if asks_tasks(policies) else set()
   return alarms | (metrics if any(p.metric for p in policies) else set())
 

@@ -8,6 +8,7 @@ A pair lies in two rows of a batch, 2i the chosen one and 2i + 1 the rejected on
 microbatch of an even number of rows has whole pairs.
 """
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -211,11 +212,18 @@ class Batches(batch_sharding.Batches):
   def __init__(self, spec: TrainSpec, stored: Pairs, lay: Callable = laid_out):
     """Args: lay: see `batches`."""
     super().__init__(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
+    self._closing: collections.Counter[int] = collections.Counter()
     of = self.spread.local_batch, spec.data, self.spread.shard
-    self.iterator = batches(stored, *of, lay)
+    self.iterator = batches(stored, *of, lay, self._closing)
+
+  def ends(self) -> list[int]:
+    return [token for token, _ in self._closing.most_common()]
 
 
-def batches(pairs: Pairs, rows: int, data: DataConfig, shard: loader.Shard, lay=laid_out):
+def batches(
+  pairs: Pairs, rows: int, data: DataConfig, shard: loader.Shard, lay=laid_out,
+  closing: collections.Counter[int] | None = None,
+):  # fmt: skip
   """Endless batches of this process's share, see `laid_out`: a grain iterator, whose state resumes.
 
   Every line is read once before: what must stop a run does so before its first step.
@@ -223,6 +231,7 @@ def batches(pairs: Pairs, rows: int, data: DataConfig, shard: loader.Shard, lay=
   Args:
     rows: of a batch of this process.
     lay: makes a batch of pairs, as `laid_out`.
+    closing: counts the last tokens of preferred completions, if given.
 
   Raises:
     UserError: of a line; there are fewer than `rows` / 2 for each process.
@@ -230,8 +239,9 @@ def batches(pairs: Pairs, rows: int, data: DataConfig, shard: loader.Shard, lay=
   import grain  # extra `data`
 
   source = grain.MapDataset.source(pairs)
-  for _ in reading.read(source, data.workers):
-    pass
+  for pair in reading.read(source, data.workers):
+    if closing is not None:
+      closing[pair.chosen[-1]] += 1
   if len(pairs) * 2 < rows * shard.count:
     raise UserError(
       f"rl.pairs has {len(pairs)} pairs, expected at least the {rows * shard.count // 2} of a "

@@ -30,6 +30,10 @@ class Rules:
 
 
 REWARD = "reward"  # rl.loss of a reward head
+# Of a task's protocol, what these keys state of a rollout.
+OF_COMPLETIONS = {
+  "samples": "rl.samples", "temperature": "rl.temperature", "max_new_tokens": "rl.max_new_tokens",
+}  # fmt: skip
 
 
 # A table: a key a row, its meaning beside it.

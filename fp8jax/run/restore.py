@@ -170,12 +170,16 @@ def load_or_init(
   spec: train_spec.TrainSpec, workdir: str, has_scales: bool = True
 ) -> Loaded | None:
   """As `load_weights`, and init.hf's where the workdir has no checkpoint; None without both."""
-  if not spec.weights.hf and not os.path.isdir(os.path.join(workdir, "checkpoints")):
-    if not spec.init.hf:
-      return None
-    weights = dataclasses.replace(spec.weights, hf=spec.init.hf)
-    spec = dataclasses.replace(spec, weights=weights)
-  return load_weights(spec, workdir, has_scales=has_scales)
+  if spec.weights.hf or os.path.isdir(os.path.join(workdir, "checkpoints")):
+    return load_weights(spec, workdir, has_scales=has_scales)
+  if not spec.init.hf:
+    return None
+  weights = dataclasses.replace(spec.weights, hf=spec.init.hf)
+  loaded = load_weights(dataclasses.replace(spec, weights=weights), workdir, has_scales=has_scales)
+  if spec.model.lora:  # adapters that start here, and the base in its format
+    begun = train_step.make_state(spec, loaded.params)
+    loaded = dataclasses.replace(loaded, params=begun.params)
+  return loaded
 
 
 def load_trained(spec: train_spec.TrainSpec, workdir: str) -> Loaded:

@@ -44,7 +44,8 @@ def largest_array(changes: dict, num: int = 1) -> dict:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("num", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the masks that it is given: below; the choice: ops/attention_test.py
+@pytest.mark.parametrize("num", [1, 4])
 def test_isolation_at_32k_has_no_array_of_length_by_length_on_h200(num, capsys):
   changes = {"global_batch": num, "eval.batch": num, "mesh.fsdp": -1}
   found = aot_harness.elsewhere(f"largest_array({changes!r}, {num})", __file__)

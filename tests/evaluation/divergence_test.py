@@ -82,13 +82,13 @@ def test_job_measures_each_recipe_for_itself_and_the_report_shows_it(tmp_path, m
   own = {"precision.rules": (("layers/.*/mlp/.*", "tensor_delayed"), (".*", "bf16"))}
   harness.train_on_text(tmp_path, **own, **{"eval.tokens": 0})
   spec = harness.text_spec(job="noise", **own, **{
-    "noise.tokens": 100, "noise.recipes": ("nvfp4", "bf16"), "eval.tokens": 0,
+    "noise.tokens": 100, "noise.recipes": ("bf16",), "eval.tokens": 0,
   })  # fmt: skip
   assert noise.run(spec, str(tmp_path))["weights"]["step"] == 6
   written = json.loads((tmp_path / "noise_floor.json").read_text())
   by_recipe = {row["recipe"]: row for row in written["rows"]}
-  assert list(by_recipe) == ["tensor_delayed", "nvfp4", "bf16"]
-  assert [row["is_own"] for row in written["rows"]] == [True, False, False]
+  assert list(by_recipe) == ["tensor_delayed", "bf16"]
+  assert [row["is_own"] for row in written["rows"]] == [True, False]
   loaded = restore.load_weights(spec, str(tmp_path))
   texts = divergence.batches(spec, divergence.Wanted(100, "", "noise."))
   for name, row in by_recipe.items():
@@ -104,7 +104,7 @@ def test_job_measures_each_recipe_for_itself_and_the_report_shows_it(tmp_path, m
       kl += ((np.exp(p) * (p - q)).sum(-1) * b.counts_BL).sum()
       tokens += b.counts_BL.sum()
     assert row["kl"] == pytest.approx(kl / tokens, rel=1e-3) and row["tokens"] == tokens >= 100
-  assert len({f"{row['kl']:.2e}" for row in by_recipe.values()}) == 3
+  assert len({f"{row['kl']:.2e}" for row in by_recipe.values()}) == 2
   sections = run_report.sections(files.read(str(tmp_path)))
   (section,) = [s for s in sections if s.title == "Noise floor"]
   ((columns, cells),) = section.tables

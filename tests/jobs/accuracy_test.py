@@ -171,7 +171,7 @@ def test_an_accuracy_beyond_the_bound_undoes_steps_and_is_asked_again(tmp_path, 
   scripted = Scripted([2, 3, 2, 1, 3, 4])
   made = []
 
-  def make(spec, workdir, params, sites):
+  def make(spec, workdir, params, sites, run):
     made.append(scripted)
     scripted.take(params, sites)
     return scripted
@@ -193,6 +193,35 @@ def test_an_accuracy_beyond_the_bound_undoes_steps_and_is_asked_again(tmp_path, 
   for step, rules in {4: first, 6: later}.items():
     text = (tmp_path / f"run/evaluation/training_step_{step}/q.json").read_text()
     assert json.loads(text)["settings"]["rules"] == [list(rule) for rule in rules]
+
+
+def test_a_generator_is_invariant_as_soon_as_no_scale_is_of_a_batch(tmp_path, monkeypatch):
+  """Before the first step delayed scales are chosen from the tensors: the pass is the plain one."""
+  spec = harness.text_spec(**RUN | {
+    "precision.invariant": True, "memory.remat_policy": "full", "generate.stop": ("?",),
+    "precision.rules": harness.only_down("tensor_delayed(steps=4)"),
+    "eval.tasks": write_tasks(tmp_path).partition(",")[0],
+  })  # fmt: skip
+  made, scripted, stops = [], Scripted([1, 2, 3]), []
+
+  class Seen:
+    take, release = scripted.take, scripted.release
+
+    def generate(self, prompts, sampling, *more):
+      stops.append(sampling.stop)
+      return scripted.generate(prompts, sampling, *more)
+
+  def make(spec, workdir, params, sites, run):
+    made.append(run.is_invariant)
+    scripted.take(params, sites)
+    return Seen()
+
+  monkeypatch.setattr(generator, "make", make)
+  asks = accuracy.TaskAccuracy(spec, str(tmp_path), print, True)
+  state, _ = harness.calibrated_batches(spec, 1)
+  for states in ({}, state.scaling_states, state.scaling_states):
+    asks.run(spec, state.params, states, 0, 0, lambda: False)
+  assert made == [False, True] and stops == [("?",)] * 3
 
 
 REFUSED = {

@@ -13,7 +13,7 @@ import pytest
 
 from configs import base
 from fp8jax.config import resolve
-from fp8jax.data import tokenize
+from fp8jax.data import batch_sharding, tokenize
 from fp8jax.data.chat import template
 from fp8jax.errors import ConfigError
 from fp8jax.export import build
@@ -113,6 +113,12 @@ def test_stage_without_a_checkpoint_or_of_another_model_is_refused(folder, tmp_p
     train.run(_spec(folder, **first, **{"init.step": 7}), str(tmp_path / "second"))
 
 
+def _take(spec, other, workdir):
+  """As a run does that begins with another's weights."""
+  ends = batch_sharding.TrainBatches(spec.data, spec.run.layout, 1, 1).ends()
+  start.take_source(spec, str(other), str(workdir), ends)
+
+
 def test_a_stage_keeps_its_own_tokenizer_template_and_end_of_turn(folder, tmp_path):
   """A base model's files, and the tokenizer of its instruction-tuned version."""
   base_files, tuned = tmp_path / "base", chats.write_model(tmp_path / "tuned", 1, 64)
@@ -124,7 +130,7 @@ def test_a_stage_keeps_its_own_tokenizer_template_and_end_of_turn(folder, tmp_pa
     (source / name).write_text(json.dumps(value))
   spec = _spec(folder, "bf16", **{"data.tokenizer": str(tuned)})
   kept = tmp_path / "run" / "hf_source"
-  start.take_source(spec, str(base_files), str(tmp_path / "run"))
+  _take(spec, base_files, tmp_path / "run")
   tokenizer = tokenize.Tokenizer(str(tuned))
   assert (kept / "tokenizer.json").read_bytes() == (tuned / "tokenizer.json").read_bytes()
   assert not (kept / "special_tokens_map.json").exists()
@@ -134,7 +140,7 @@ def test_a_stage_keeps_its_own_tokenizer_template_and_end_of_turn(folder, tmp_pa
   assert settings["top_p"] == 0.5 and settings["eos_token_id"][0] == tokenizer.eos_id
   # The same tokenizer, and no folder of one: the model's files stay.
   again = tmp_path / "again"
-  start.take_source(spec, str(tmp_path / "run"), str(again))
+  _take(spec, tmp_path / "run", again)
   assert (again / "hf_source/generation_config.json").read_text() == (
     kept / "generation_config.json"
   ).read_text()
@@ -143,10 +149,10 @@ def test_a_stage_keeps_its_own_tokenizer_template_and_end_of_turn(folder, tmp_pa
   del settings["eos_token"]
   (tuned / "tokenizer_config.json").write_text(json.dumps(settings))
   named = {"data.tokenizer": str(tuned / "tokenizer.json"), "data.eos": "</s>"}
-  start.take_source(_spec(folder, "bf16", **named), str(base_files), str(tmp_path / "named"))
+  _take(_spec(folder, "bf16", **named), base_files, tmp_path / "named")
   found = api.end_ids(str(tmp_path / "named/hf_source"), tokenizer)
   assert sorted(found) == sorted([5, tokenizer.eos_id])
-  start.take_source(_spec(folder, "bf16"), str(base_files), str(tmp_path / "bytes"))
+  _take(_spec(folder, "bf16"), base_files, tmp_path / "bytes")
   assert (tmp_path / "bytes/hf_source/tokenizer.json").read_text() == "{}"
 
 
@@ -165,10 +171,15 @@ def test_a_run_without_hugging_face_files_keeps_the_end_of_its_turns(folder, tmp
   patch.undo()
   made, _ = generator.load(spec, str(tmp_path / "run"))
   assert made.end_ids == {2, 0}  # of its turns, and of documents
-  # The second stage's weights came without files, too.
-  start.take_source(spec, str(tmp_path / "run"), str(tmp_path / "next"))
-  kept = {"eos_token_id": [2, 0]}
-  assert json.loads((tmp_path / "next/generation_config.json").read_text()) == kept
+  # The second stage's weights came without files, too, whether its own data are chats or no.
+  _take(spec, tmp_path / "run", tmp_path / "next")
+  start.take_source(spec, str(tmp_path / "run"), str(tmp_path / "texts"))
+  for name in ("next", "texts"):
+    kept = json.loads((tmp_path / name / "generation_config.json").read_text())
+    assert kept == {"eos_token_id": [2, 0]}
+  # Ids of another tokenizer are none of these.
+  start.take_source(_spec(folder, "bf16"), str(tmp_path / "run"), str(tmp_path / "bytes"))
+  assert not (tmp_path / "bytes/generation_config.json").exists()
   # An export has them too, where transformers looks without a generation_config.json.
   assert build.base_of("", str(tmp_path / "next"))["eos_token_id"] == [2, 0]
   assert build.base_of("", str(tmp_path / "t")) is None
@@ -186,7 +197,7 @@ def test_templates_of_a_folder_are_kept_as_a_list(folder, tmp_path):
     "model.vocab_size": 260,
     "seq_len": 96,
   }
-  start.take_source(_spec(folder, "bf16", **changes), str(tmp_path / "base"), str(tmp_path / "run"))
+  _take(_spec(folder, "bf16", **changes), tmp_path / "base", tmp_path / "run")
   kept = template.ChatTemplate.load(str(tmp_path / "run/hf_source"))
   want = template.ChatTemplate.load(source)
   assert (

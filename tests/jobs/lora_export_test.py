@@ -5,6 +5,7 @@ import json
 import pathlib
 
 import debug_runs
+import harness
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from harness import tiny_config, tiny_spec
 
 from fp8jax import console
 from fp8jax import params as params_lib
-from fp8jax.export import write
+from fp8jax.export import build, write
 from fp8jax.export.settings import Export
-from fp8jax.jobs import export, generator, start, train
+from fp8jax.jobs import calibrate, export, generator, start, train
 from fp8jax.models import lora, presets, transformer
 from fp8jax.models.config import Lora
 from fp8jax.models.hf import peft
@@ -52,6 +53,33 @@ def _config(base, adapters, **changes):
   of_model = {"model.preset": "hf", "init.hf": base, "init.adapters": adapters}
   rules = {"precision.rules": ((".*", "bf16"),), "precision.compute_dtype": "float32"}
   return debug_runs.config(**of_model | rules | {"data.tokenizer": "bytes"} | changes)
+
+
+def test_adapters_name_the_weights_that_they_were_trained_beside(tmp_path, capsys):
+  """Another run's weights are no folder; adapters that it had already have its own base."""
+  stages = {"first": {"init.hf": "BASE"}, "second": {"init.hf": "BASE", "model.lora.rank": 4}}
+  for name, resolved in stages.items():
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps({"resolved": resolved}))
+  of = {name: {"init.hf": "BASE", "init.workdir": str(tmp_path / name)} for name in stages}
+  assert build._frozen_base({"init.hf": "BASE", "init.workdir": ""}) == "BASE"
+  assert build._frozen_base(of["second"]) == "BASE"
+  assert capsys.readouterr().err == ""
+  assert build._frozen_base(of["first"]) == ""
+  said = " ".join(capsys.readouterr().err.split())
+  assert f"beside the weights of {tmp_path}/first: base_model_name_or_path is null" in said
+
+
+def test_a_calibration_before_training_has_the_adapters_that_training_begins_with(base, tmp_path):
+  rules = {"precision.rules": harness.only_down("e4m3_static"), "calibrate.batches": 1}
+  c = _config(base[0], "", **rules, **{"model.lora.rank": 4, "model.lora.base": "float32"})
+  spec = debug_runs.spec(c, "calibrate")
+  calibrate.run(spec, str(tmp_path / "none"), str(tmp_path / "table.json"))
+  rows = {
+    (r["site"], r["tensor"]): r for r in debug_runs.read_json(tmp_path / "table.json")["rows"]
+  }
+  w = base[2]["layers/mlp/down"][1]
+  assert rows["layers/1/mlp/down", "w"]["amax"] == np.abs(w).max()
 
 
 def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(

@@ -37,7 +37,7 @@ def poisoned(tmp_path_factory):
       ("layers/.*/mlp/up", "block_128"), ("layers/.*/attn/q", "w4a16"), (".*", "bf16"),
     ),
   }  # fmt: skip
-  sizes = dict(tie_embeddings=False, hidden_size=128, intermediate_size=128)
+  sizes = dict(tie_embeddings=False, hidden_size=128, intermediate_size=128, num_layers=1)
   cfg = dataclasses.replace(presets.DEBUG, **sizes)
   weights = jax.device_get(harness.init_params(cfg))
   write.save(str(folder / "hf"), write.model(weights, cfg, "float32"))

@@ -68,6 +68,9 @@ def parts(workdir, cycle):
     ]
 
 
+STOPS = tuple(map(chr, range(32, 80)))  # texts, of a fifth of the tokens
+
+
 # Stops: in the first evaluation, within a rollout's updates, while a rollout is drawn; and the end.
 @pytest.mark.parametrize(
   "stops", [(1, 5), pytest.param((0, 1, 2, 5), marks=pytest.mark.slow)], ids=str
@@ -75,6 +78,7 @@ def parts(workdir, cycle):
 def test_a_step_learns_from_its_part_and_a_run_goes_on_within_a_rollout(
   tmp_path, questions, monkeypatch, stops
 ):
+  questions |= {"generate.stop": STOPS}
   summary = run(tmp_path / "whole", questions)
   assert set(summary["accuracies"]) == {"0", "4"} and summary["seconds"]["rollout"] > 0
   found = rows(tmp_path / "whole")
@@ -83,6 +87,9 @@ def test_a_step_learns_from_its_part_and_a_run_goes_on_within_a_rollout(
       json.loads(line)
       for line in (tmp_path / f"whole/rollouts/{cycle:06d}.jsonl").read_text().splitlines()
     ]
+    drawn = [c for t in texts for c in t["completions"]]
+    assert "stop" in {c["finish_reason"] for c in drawn}
+    assert not any(set(c["text"]) & set(STOPS) for c in drawn)
     bonus = [int(t["answer"]) for t in texts]
     assert 0 not in bonus and 77 not in bonus  # asked at evaluations
     rewards = np.array([[c["reward"] for c in t["completions"]] for t in texts])
@@ -152,6 +159,20 @@ def test_a_mistake_is_said_once_and_in_its_own_words(questions):
       "rl.prompts=5 must be a multiple of",
     ),
     ({"rl.temperature": 0.0}, "rl.temperature=0.0 must be positive"),
+    (
+      {"rl.tasks": "q.jsonl(samples=4, max_new_tokens=2)"},
+      "rl.tasks: 'q.jsonl.*': samples, max_new_tokens of a completion rl.samples, rl.max_new_tokens"
+      " states",
+    ),
+    ({"rl.tasks": "__file__(foo=1)"}, "rl.tasks: '__file__' is none of"),
+    ({"rl.tasks": "chain_summ"}, "rl.tasks: 'chain_summ' is none of .*did you mean 'chain_sum'"),
+    ({"rl.tasks": "aime24"}, "rl.tasks: aime24 needs "),
+    ({"rl.tasks": "none.jsonl"}, "rl.tasks: none.jsonl does not exist"),
+    ({"generate.precision": "bf16"}, "generate.precision='bf16' with --job=rl, .* rl.rollout=''"),
+    (
+      {"rl.loss": "dpo", "rl.pairs": "p.jsonl", "rl.tasks": "", "generate.max_length": 10**6},
+      "generate.max_length=1000000 must be from 0 to",
+    ),
     ({"generate.max_length": 0}, "generate.max_length=0: the cache of a rollout has one size"),
     ({"generate.top_p": 0.9}, "generate.top_p=0.9, generate.top_k=0: a token's probability"),
     ({"generate.top_k": 4}, "generate.top_p=1.0, generate.top_k=4: a token's probability"),
@@ -221,6 +242,15 @@ def test_prompts_that_leave_no_room_are_named(questions, tmp_path):
   message = "rl.tasks: learned, .* has 7 tokens, and with rl.max_new_tokens=30 more it fits neither"
   with pytest.raises(UserError, match=message):
     run(tmp_path / "w", questions, **{"rl.max_new_tokens": 30})
+
+
+def test_tasks_that_end_at_other_texts_are_refused(questions, tmp_path):
+  (tmp_path / "t.json").write_text(json.dumps(
+    {"name": "t", "questions": "learned.jsonl", "stop": ["."], "verifier": "regex"}
+  ))  # fmt: skip
+  tasks = {"rl.tasks": f"{questions['rl.tasks']},{tmp_path}/t.json"}
+  with pytest.raises(UserError, match=r"rl.tasks: .*\(learned: \[\], t: \['.'\]\); give them one"):
+    run(tmp_path / "w", questions, **tasks)
 
 
 def test_a_reward_that_raises_stops_the_run_with_its_question(questions, tmp_path):

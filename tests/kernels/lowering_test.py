@@ -372,7 +372,10 @@ def used_by_tests():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("by", ["configs", "bench_step", "bench_kernels", "the_self_test", "tests"])
+@pytest.mark.parametrize("by", [
+  "configs", "the_self_test", "tests", pytest.param("bench_step", marks=pytest.mark.slow),
+  pytest.param("bench_kernels", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_what_runs_on_hopper_lowers(monkeypatch, by):
   monkeypatch.syspath_prepend(str(ROOT / "experiments"))
   for folder in ("bench", "bench/kernels"):

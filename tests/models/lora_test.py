@@ -323,6 +323,9 @@ BLOCKS = {"global_batch": 4, "eval.batch": 4, "model.num_kv_heads": 2, "model.he
    "smaller mesh.fsdp, or set"),
   ("block_128", BLOCKS, (1, 2, 2), "smaller mesh.fsdp or mesh.tensor, or"),
   ("block_128", BLOCKS, (1, 1, 2), "take a smaller mesh.tensor, or set"),
+  # A device dequantizes its own part: half a tile would get the scale of another.
+  ("bf16", BLOCKS | {"model.hidden_size": 192}, (1, 2, 1), "smaller mesh.fsdp, or set"),
+  ("bf16", BLOCKS | {"model.hidden_size": 256}, (1, 2, 1), ""),
   ("halo_int8_2_hq", {"global_batch": 2, "eval.batch": 2}, (1, 2, 1), ""),
 ])  # fmt: skip
 def test_a_rotated_base_has_its_recipes_whole_blocks_and_whole_shards(

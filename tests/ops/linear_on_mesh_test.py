@@ -206,7 +206,9 @@ def test_dot_on_a_mesh_scales_like_one_device(rng, shape):
       np.testing.assert_allclose(a, b, rtol=0, atol=tolerances.FLOAT32_SUM * np.abs(b).max())
 
 
-@pytest.mark.parametrize("recipe", ["tensor_current", "tensor_current saved"])
+@pytest.mark.parametrize(
+  "recipe", [pytest.param("tensor_current", marks=pytest.mark.slow), "tensor_current saved"]
+)
 @pytest.mark.parametrize(
   "shape", [(2, 2, 2), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str
 )

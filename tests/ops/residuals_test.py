@@ -120,7 +120,8 @@ def _lattice_layer(rng):
 
 
 @pytest.mark.parametrize("recipe", [
-  "bf16", pytest.param("block_128_pow2", marks=pytest.mark.slow), "block_128_pow2 saved"
+  pytest.param("bf16", marks=pytest.mark.slow),
+  pytest.param("block_128_pow2", marks=pytest.mark.slow), "block_128_pow2 saved",
 ])  # fmt: skip
 def test_what_the_copy_holds_exactly_costs_nothing(rng, recipe):
   """Bit for bit the gradients without copies, through GEMMs that keep their own input or do not.

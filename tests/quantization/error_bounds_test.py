@@ -38,11 +38,17 @@ def arrays():
   return hnp.arrays(np.float32, SHAPE, elements=number | near, fill=near)
 
 
+# With other numbers of bits: slow.
+LIKE_E4M3 = ("e5m2", "e3m4", "e3m4_30")
+
+
 # EDEN moves scales: tests/recipe/papers_test.py.
 @pytest.mark.parametrize(
   "rounding", [r for r in Rounding if r is not Rounding.EDEN], ids=lambda r: r.value
 )
-@pytest.mark.parametrize("fmt", NARROW, ids=str)
+@pytest.mark.parametrize("fmt", [
+  pytest.param(f, marks=[pytest.mark.slow] * (f.name in LIKE_E4M3)) for f in NARROW
+], ids=str)  # fmt: skip
 @hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @hypothesis.given(
   x=arrays(), kind=st.sampled_from(KINDS), tile=st.sampled_from(TILES), seed=st.integers(0, 9)

@@ -1,5 +1,6 @@
 """Preference pairs: tokens by hand of every form of a line, rows, refusals, resuming."""
 
+import collections
 import functools
 import json
 
@@ -143,6 +144,9 @@ def test_batches_go_on_from_a_state_and_see_every_pair(tmp_path):
   seen = [int(batch[0, 0]) for batch in whole]
   assert sorted(seen[:5]) == sorted(seen[5:]) == [97, 98, 99, 100, 101] and seen[:5] != seen[5:]
   assert all(batch[1, 0] == ord("-") for batch in whole)
+  ends = collections.Counter()
+  pairs.batches(stored, 2, DATA, ALL, closing=ends)
+  assert ends == {ENCODE({"prompt": "q", "chosen": "a", "rejected": "b"}, "x").chosen[-1]: 5}
   before = stored.fingerprint()
   write(tmp_path / "p.jsonl", rows[::-1])
   assert pairs.Pairs(str(tmp_path / "p.jsonl"), ENCODE).fingerprint() != before

@@ -130,6 +130,7 @@ def test_mapped_trials_of_both_phases_have_the_numbers_of_single_runs():
       harness.assert_trees_equal(found, jax.jit(single)(params))
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_once_whatever_the_microbatches():
   """Codes of both orientations, three quarters of which come from other devices."""
   rules = {"precision.rules": (HEAD, ("layers/.*", "tensor_current")), "model.num_layers": 2}
