@@ -214,7 +214,7 @@ def build(
   rows: matrices.Rows = {}  # of the FP8 matrices, as they are written
   began = (source.trained.get("config") or {}).get("init.hf", "") or spec.weights.hf
   if spec.of(Export).format == "peft":
-    base = _frozen_base(source.trained.get("config") or {}) or spec.weights.hf
+    base = write.frozen_base(source.trained.get("config") or {}) or spec.weights.hf
     fp8, dtype, (gate, files, read) = None, "float32", _adapters(spec, source, texts, base)
   else:
     fp8 = _choose_fp8(spec, plain, source)
@@ -262,25 +262,6 @@ _Parts = tuple[Gate, write.Files, Callable[[str], Any]]
 def _has_adapters(source: Source) -> bool:
   """Also where the spec has some, a folder may have none."""
   return any(map(lora.is_adapter, params_lib.flatten(source.params)))
-
-
-def _frozen_base(config: Mapping[str, Any]) -> str:
-  """The folder that a run's adapters were trained beside, "" where it is another run's weights.
-
-  Args:
-    config: of the run, flat; adapters that came with init.workdir have the base of that run.
-  """
-  began = config.get("init.workdir")
-  if not began:
-    return config.get("init.hf", "")
-  other = _json(os.path.expanduser(began), "config.json").get("resolved", {})
-  if other.get("model.lora.rank"):
-    return _frozen_base(other)
-  console_lib.console(stderr=True).print(
-    f"the adapters were trained beside the weights of {began}: base_model_name_or_path is null; "
-    "export that run, and load them beside its folder"
-  )
-  return ""
 
 
 def _adapters(spec: TrainSpec, source: Source, texts: list[Batch], base: str) -> _Parts:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fp8jax import console as console_lib
 from fp8jax import hub, params, records
 from fp8jax.data.chat import template
 from fp8jax.errors import UserError
@@ -174,6 +175,27 @@ def _of_layer(entry: Entry, flat) -> np.ndarray:
 
 
 # --- adapters ------------------------------------------------------------------------------------
+
+
+def frozen_base(config: Mapping[str, Any]) -> str:
+  """The folder that a run's adapters were trained beside, "" where it is another run's weights.
+
+  Args:
+    config: of the run, flat; adapters that came with init.workdir have the base of that run.
+  """
+  began = config.get("init.workdir")
+  if not began:
+    return config.get("init.hf", "")
+  workdir, name = os.path.expanduser(began), "config.json"
+  is_there = os.path.exists(os.path.join(workdir, name))
+  other = hf_config.read_json(workdir, name).get("resolved", {}) if is_there else {}
+  if other.get("model.lora.rank"):
+    return frozen_base(other)
+  console_lib.console(stderr=True).print(
+    f"the adapters were trained beside the weights of {began}: base_model_name_or_path is null; "
+    "export that run, and load them beside its folder"
+  )
+  return ""
 
 
 def adapters(tree, cfg: ModelConfig, base_model: str) -> Files:

@@ -21,7 +21,6 @@ from fp8jax.ops import switch
 from fp8jax.phases import policy
 from fp8jax.ptq import methods
 from fp8jax.recipe import rules
-from fp8jax.rl.settings import OF_COMPLETIONS
 from fp8jax.search.settings import Search
 from fp8jax.step.train_spec import TrainSpec
 
@@ -153,8 +152,6 @@ def rl_problems(c: Any) -> list[str]:
   """The problems of a config's rl section and of those that it reads, in words."""
   collected = ConfigErrors()
   collected.extend(evaluation_problems(c))
-  learned = dataclasses.replace(registry.section(c, Tasks), tasks=c.rl.tasks)
-  collected.extend(catalog.problems(learned, "rl.tasks", OF_COMPLETIONS))
   _check_recipes(collected, "rl.rollout", (c.rl.rollout,) if c.rl.rollout else ())
   return collected.found
 

@@ -5,6 +5,7 @@ import math
 
 import jax
 
+from fp8jax.evaluation import catalog
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation.settings import Generate
 from fp8jax.jobs import checks, rl_reward
@@ -15,7 +16,7 @@ from fp8jax.ops.policy_gradient import OBJECTIVES
 from fp8jax.phases import policy
 from fp8jax.recipe import rules
 from fp8jax.rl import reward_model
-from fp8jax.rl.settings import REWARD, RL
+from fp8jax.rl.settings import OF_COMPLETIONS, REWARD, RL
 from fp8jax.step.train_spec import TrainSpec
 
 RECIPE, _ = EVAL_PRECISIONS
@@ -124,6 +125,8 @@ def _rollout_problems(spec: TrainSpec) -> list[str]:
       f"rl.reward={own.reward!r} beside rl.reward_model={own.reward_model!r}: a completion has one "
       "reward; leave one out"
     )
+  learned = dataclasses.replace(spec.of(Tasks), tasks=own.tasks, train_data="")
+  texts += catalog.problems(learned, "rl.tasks", OF_COMPLETIONS)
   if not own.tasks:
     texts.append("rl.tasks='' names no question to learn from; see eval.tasks for what there is, "
                  "or set rl.pairs with rl.loss='dpo'")  # fmt: skip

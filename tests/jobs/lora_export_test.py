@@ -13,7 +13,7 @@ from harness import tiny_config, tiny_spec
 
 from fp8jax import console
 from fp8jax import params as params_lib
-from fp8jax.export import build, write
+from fp8jax.export import write
 from fp8jax.export.settings import Export
 from fp8jax.jobs import calibrate, export, generator, start, train
 from fp8jax.models import lora, presets, transformer
@@ -62,10 +62,10 @@ def test_adapters_name_the_weights_that_they_were_trained_beside(tmp_path, capsy
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text(json.dumps({"resolved": resolved}))
   of = {name: {"init.hf": "BASE", "init.workdir": str(tmp_path / name)} for name in stages}
-  assert build._frozen_base({"init.hf": "BASE", "init.workdir": ""}) == "BASE"
-  assert build._frozen_base(of["second"]) == "BASE"
+  assert write.frozen_base({"init.hf": "BASE", "init.workdir": ""}) == "BASE"
+  assert write.frozen_base(of["second"]) == "BASE"
   assert capsys.readouterr().err == ""
-  assert build._frozen_base(of["first"]) == ""
+  assert write.frozen_base(of["first"]) == ""
   said = " ".join(capsys.readouterr().err.split())
   assert f"beside the weights of {tmp_path}/first: base_model_name_or_path is null" in said
 
