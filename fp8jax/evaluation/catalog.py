@@ -25,19 +25,22 @@ EVALUATED = "eval.tasks"
 
 
 def problems(
-  settings: Tasks, key: str = EVALUATED, elsewhere: Mapping[str, str] | None = None
+  settings: Tasks, key: str = EVALUATED, elsewhere: Mapping[str, str] | None = None,
+  has_verdicts: bool = True,
 ) -> list[str]:  # fmt: skip
   """Everything that is wrong with the tasks of a key, in words, without reading data or packages.
 
   Args:
     settings: with the tasks of `key`.
     elsewhere: {part of the protocol: key} of those that this key's names do not state.
+    has_verdicts: whether verifiers judge the outputs, and need their packages.
   """
   names = settings.tasks
   collected = ConfigErrors()
   collected.check(not names or bool(split(names)), f"{key}={names!r} names no task; {_FILES}")
   for name in split(names):
-    collected.extend([f"{key}: {text}" for text in _problems_of(name, settings, elsewhere or {})])
+    of_name = _problems_of(name, settings, elsewhere or {}, has_verdicts)
+    collected.extend([f"{key}: {text}" for text in of_name])
   seed = settings.seed
   collected.check(0 <= seed < 2**63, f"eval.seed={seed} must be from 0 to 2**63 - 1")
   collected.file(
@@ -121,7 +124,9 @@ def _task(name: str, arguments: dict[str, Any], settings: Tasks, trained: frozen
   return reasoning_gym_tasks.make(name, arguments, settings.questions, trained=trained)
 
 
-def _problems_of(text: str, settings: Tasks, elsewhere: Mapping[str, str]) -> list[str]:
+def _problems_of(
+  text: str, settings: Tasks, elsewhere: Mapping[str, str], has_verdicts: bool
+) -> list[str]:
   try:
     name, arguments, changes = _parse(text)
   except ValueError as e:
@@ -143,7 +148,8 @@ def _problems_of(text: str, settings: Tasks, elsewhere: Mapping[str, str]) -> li
   if name in benchmarks.BENCHMARKS:
     made = benchmarks.BENCHMARKS[name]
     protocol += made.problems(name, settings.data_dir, settings.allow_code_execution)
-    return protocol + (_lacks("math_verify") if name.startswith("aime") else [])
+    needs = has_verdicts and name.startswith("aime")
+    return protocol + (_lacks("math_verify") if needs else [])
   if name.endswith((".json", ".jsonl")):
     there = os.path.isfile(os.path.expanduser(name))
     return protocol + ([] if there else [f"{name} does not exist; {_FILES}"])

@@ -126,7 +126,8 @@ def _rollout_problems(spec: TrainSpec) -> list[str]:
       "reward; leave one out"
     )
   learned = dataclasses.replace(spec.of(Tasks), tasks=own.tasks, train_data="")
-  texts += catalog.problems(learned, "rl.tasks", OF_COMPLETIONS)
+  has_verdicts = not (own.reward or own.reward_model)
+  texts += catalog.problems(learned, "rl.tasks", OF_COMPLETIONS, has_verdicts)
   if not own.tasks:
     texts.append("rl.tasks='' names no question to learn from; see eval.tasks for what there is, "
                  "or set rl.pairs with rl.loss='dpo'")  # fmt: skip
