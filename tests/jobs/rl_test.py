@@ -251,6 +251,9 @@ def test_tasks_that_end_at_other_texts_are_refused(questions, tmp_path):
   tasks = {"rl.tasks": f"{questions['rl.tasks']},{tmp_path}/t.json"}
   with pytest.raises(UserError, match=r"rl.tasks: .*\(learned: \[\], t: \['.'\]\); give them one"):
     run(tmp_path / "w", questions, **tasks)
+  own = {"rl.tasks": f"{tmp_path}/t.json", "generate.stop": ("?",)}
+  spec = harness.text_spec("bf16", job="rl", **RL | questions | own)
+  assert rl.Questions(spec, rl.questions(spec)).stop == ("?", ".")
 
 
 def test_a_reward_that_raises_stops_the_run_with_its_question(questions, tmp_path):

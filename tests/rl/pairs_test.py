@@ -1,13 +1,14 @@
 """Preference pairs: tokens by hand of every form of a line, rows, refusals, resuming."""
 
-import collections
 import functools
 import json
+import types
 
 import chats
 import numpy as np
 import pytest
 
+from fp8jax import axes
 from fp8jax.data import loader
 from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.data.config import DataConfig
@@ -144,9 +145,9 @@ def test_batches_go_on_from_a_state_and_see_every_pair(tmp_path):
   seen = [int(batch[0, 0]) for batch in whole]
   assert sorted(seen[:5]) == sorted(seen[5:]) == [97, 98, 99, 100, 101] and seen[:5] != seen[5:]
   assert all(batch[1, 0] == ord("-") for batch in whole)
-  ends = collections.Counter()
-  pairs.batches(stored, 2, DATA, ALL, closing=ends)
-  assert ends == {ENCODE({"prompt": "q", "chosen": "a", "rejected": "b"}, "x").chosen[-1]: 5}
+  run = types.SimpleNamespace(layout=axes.LOCAL)
+  spec = types.SimpleNamespace(run=run, data=DATA, microbatch=2, grad_accum_steps=1)
+  assert pairs.Batches(spec, stored).ends() == [EOS]
   before = stored.fingerprint()
   write(tmp_path / "p.jsonl", rows[::-1])
   assert pairs.Pairs(str(tmp_path / "p.jsonl"), ENCODE).fingerprint() != before
