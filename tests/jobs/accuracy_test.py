@@ -159,6 +159,7 @@ class Scripted:
     return [[one] for one in completions]
 
 
+@pytest.mark.slow  # roll-backs: roll_back_test.py
 def test_an_accuracy_beyond_the_bound_undoes_steps_and_is_asked_again(tmp_path, monkeypatch):
   write_tasks(tmp_path, ("yes",) * 4)
   first, later = map(harness.only_down, ("tensor_delayed(steps=4)", "tensor_current"))

@@ -181,7 +181,7 @@ def _of(**changes):
 
 def test_gradients_are_kept_as_they_left_each_layer():
   """A tied embedding too, which is read twice: nothing is added after it was made narrow."""
-  exact, coarse, half = (_of(grad_format=name) for name in ("float32", "e4m3", "bf16_sr"))
+  exact, coarse = (_of(grad_format=name) for name in ("float32", "e4m3"))
   # What clipping reads is what codes stand for.
   norm = jax.jit(gradients.norm)
   np.testing.assert_allclose(norm(coarse), norm(exact), rtol=0.02)
@@ -191,14 +191,20 @@ def test_gradients_are_kept_as_they_left_each_layer():
     lambda tree: {path: pack(g, lead=int(path.startswith("layers"))) for path, g in tree.items()}
   )(params_lib.flatten(exact))
   for path, g in params_lib.flatten(exact).items():
-    e4m3, bf16 = (params_lib.flatten(t)[path] for t in (coarse, half))
+    e4m3 = params_lib.flatten(coarse)[path]
     if path.endswith("norm"):
       np.testing.assert_allclose(e4m3, g, rtol=1e-5, atol=1e-9)
       continue
     want = packed[path]
     assert np.mean(np.asarray(e4m3.data) == np.asarray(want.data)) > 0.999
     np.testing.assert_allclose(e4m3.scale, want.scale, rtol=1e-5)
-    g, found = np.asarray(g), np.float32(bf16.data)
+
+
+@pytest.mark.slow  # sums of microbatches: below
+def test_gradients_in_16_bits_are_right_in_the_mean():
+  exact, half = (params_lib.flatten(_of(grad_format=name)) for name in ("float32", "bf16_sr"))
+  for path in (path for path in exact if not path.endswith("norm")):
+    g, found = np.asarray(exact[path]), np.float32(half[path].data)
     step = 2.0 ** (np.frexp(np.abs(g))[1] - 8.0)
     assert np.all(np.abs(found - g) <= step * 1.01 + 1e-30)
     bias = np.mean((found - g) / step)
