@@ -12,6 +12,7 @@ this library does not know are named and left out. Exit codes are those of `laun
 import argparse
 import dataclasses
 import itertools
+import math
 import os
 import pathlib
 import subprocess
@@ -128,23 +129,26 @@ def _sweep(runs: list[design.Run]) -> spec.Sweep:
   return spec.Sweep(file, axes=axes, arms=(arm,), seeds=seeds, fixed=fixed, stop_above=1.0)
 
 
-def jobs(systems: list[design.System], workdir: str, done: set[str], measured) -> list[Job]:
+def jobs(
+  systems: list[design.System], workdir: str, done: set[str], measured, seeds: float = math.inf
+) -> list[Job]:
   """Jobs of all runs that have no result, seed by seed, of a seed verdicts before illustrations.
 
   Args:
     done: names of runs that are over.
     measured: of hours.py's function.
+    seeds: of how many, the first.
   """
   alone = [run for run in design.all_runs([s for s in systems if not s.is_mapped]).values()]
   made = []
   for run in sorted(alone, key=lambda run: run.seed):
-    if run.name not in done:
+    if run.name not in done and run.seed < seeds:
       folder = os.path.join(workdir, "runs", run.name)
       cost, _ = hours_lib.hours(run, measured)
       made.append(Job(*run.trial, folder, members=((run, folder),), hours=cost))
   for system in (s for s in systems if s.is_mapped):
     for arm, is_twin in itertools.product(system.arms, (False, True)):
-      own = [run for run in system.runs((arm,)) if run.is_twin == is_twin]
+      own = [run for run in system.runs((arm,)) if run.is_twin == is_twin and run.seed < seeds]
       if all(run.name in done for run in own):
         continue
       name = own[0].group.rpartition("-peak_lr")[0] or own[0].group
@@ -193,6 +197,9 @@ def main(arguments: list[str]) -> int:
   parser.add_argument(
     "--parallel", type=int, default=0, help="processes at a time; 0: one per core"
   )
+  parser.add_argument(
+    "--seeds", type=int, default=math.inf, help="of every arm the first, and their twins"
+  )
   parser.add_argument("--edited", action="store_true", help="run although files were edited")
   parser.add_argument("--dry", action="store_true", help="list the runs and start none")
   parser.add_argument("systems", nargs="*", help="slugs of runs.py; default: all")
@@ -207,7 +214,7 @@ def main(arguments: list[str]) -> int:
   chosen = [s for s in runs_lib.SYSTEMS if s.slug in (args.systems or slugs)]
   folder = os.path.join(workdir, "results")
   done = {path.stem for path in pathlib.Path(folder).glob("*.json")}
-  waiting = jobs(known(chosen, out.print), workdir, done, hours_lib.measured())
+  waiting = jobs(known(chosen, out.print), workdir, done, hours_lib.measured(), args.seeds)
   slots = process.slots(args.parallel, ())  # the lab compares runs of a CPU
   cost = sum(job.hours for job in waiting)
   out.print(f"{len(done)} results; {len(waiting)} jobs, about {cost:.1f} core-hours")

@@ -205,6 +205,8 @@ def test_an_arm_whose_seeds_train_at_once_is_one_sweep_and_its_twins_another(tmp
     run.name for job in made if job is not twins for run, _ in job.members
   }, {})  # fmt: skip
   assert left == twins
+  few = run_queue.jobs([system], str(tmp_path / "few"), set(), {}, seeds=1)
+  assert [[run.seed for run, _ in job.members] for job in few] == [[0, 0]] * 4
   _left(pathlib.Path(other.members[4][1]))
   marked = pathlib.Path(other.members[5][1])
   _left(marked)
