@@ -7,7 +7,8 @@ A row is a comparison of experiments/lab/runs.py, paired by seed. Its interval i
 seeds, at 95 % together with all of its system (fp8jax/statistics.py has the rule). Runs of another
 commit, CPU, jax, backend or data are not paired; a note says what differs. Pairs of one row have
 one commit, jax and backend; a pair of another CPU is named. The noise floor is the
-root mean square difference of the candidate's runs from their nudged twins (init.nudge). Seeds were
+root mean square difference of the candidate's runs from their nudged twins (init.nudge); where its
+pairs have none, of runs and twins that share another commit or CPU, which a note names. Seeds were
 counted before the runs: a row that has fewer says "3 of 6", and is for looking at until it has all.
 """
 
@@ -237,6 +238,10 @@ def row(system: design.System, comparison: design.Comparison, of: Index, rate=No
   wrong = {seed: reason for seed, o in sorted(paired.items()) if (reason := why[o, seed])}
   notes += [f"seed {seed}: {reason}, not compared" for seed, reason in wrong.items()]
   seeds = sorted(paired.keys() - wrong)
+  noise = floor(of, groups[0], comparison.quantity, used)
+  for other in sorted(_by_origin(of, groups[0], True).keys() - set(used)):
+    if noise is None and (noise := floor(of, groups[0], comparison.quantity, (other,))) is not None:
+      notes.append(f"noise floor of runs and twins elsewhere: {_what_differs(other, used[0])}")
   if not seeds:
     return dataclasses.replace(empty, verdict="no verdict: no pair", notes=(*notes,))
   for other in used[1:]:
@@ -249,7 +254,7 @@ def row(system: design.System, comparison: design.Comparison, of: Index, rate=No
   found = statistics.estimate(values, count)
   return dataclasses.replace(
     empty, seeds=tuple(seeds), effect=found.mean, low=found.low, high=found.high,
-    floor=floor(of, groups[0], comparison.quantity, used), notes=tuple(notes), origin=origin,
+    floor=noise, notes=tuple(notes), origin=origin,
     verdict=ILLUSTRATION if system.illustration else verdict(comparison.question, found),
   )  # fmt: skip
 

@@ -209,6 +209,22 @@ def test_seeds_that_are_missing_and_files_that_were_edited_are_said():
     ledger.index([*found, again])
 
 
+def test_a_floor_of_another_commit_is_named():
+  """Of runs and twins that share it; a twin alone makes none."""
+  system = system_of("higher")
+  found, _ = pairs_of(system, 3)
+  own = result_of(system, 1, 0, found[1].losses, commit="other")
+  twin = result_of(system, 1, 0, [x * 1.003 for x in found[1].losses], twin=True, commit="other")
+  assert row_of(system, [*found, twin]).floor is None
+  row = row_of(system, [*found, own, twin])
+  assert row.floor == pytest.approx(0.3)
+  (note,) = [note for note in row.notes if "floor" in note]
+  assert note.startswith("noise floor of runs and twins elsewhere: commit other and ")
+  here = result_of(system, 1, 0, [x * 1.001 for x in found[1].losses], twin=True)
+  row = row_of(system, [*found, own, twin, here])
+  assert row.floor == pytest.approx(0.1) and not any("floor" in note for note in row.notes)
+
+
 def test_a_twin_of_other_data_is_no_floor():
   system = system_of("higher")
   found, _ = pairs_of(system, 3)
