@@ -31,8 +31,8 @@ def read(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigError
     count = jax.process_count()
     problems.check(
       count == 1,
-      f"{count} processes: this job computes on one device, and each of them would do all of it "
-      "and write the same files; start one process",
+      f"{count} processes: this job computes on one device, and each of them would do all of it; "
+      "start one",
     )
     return axes.LOCAL
   shape = problems.attempt(lambda: mesh.resolve(c.mesh, num_devices))
