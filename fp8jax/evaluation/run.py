@@ -160,7 +160,7 @@ def compare(
 
 # Settings that are the same in both runs of a pair. The weights and their precision are what is
 # compared; another seed draws other samples of the same kind.
-_ASKED = ("chat", "template", "tokenizer", "stop_tokens", "max_length")
+_ASKED = ("chat", "template", "tokenizer", "stop", "stop_tokens", "max_length")
 
 
 def _check_asked_alike(task: str, mine: Mapping[str, Any], others: Mapping[str, Any]):

@@ -214,8 +214,8 @@ def build(
   rows: matrices.Rows = {}  # of the FP8 matrices, as they are written
   began = (source.trained.get("config") or {}).get("init.hf", "") or spec.weights.hf
   if spec.of(Export).format == "peft":
-    base = write.frozen_base(source.trained.get("config") or {}) or spec.weights.hf
-    fp8, dtype, (gate, files, read) = None, "float32", _adapters(spec, source, texts, base)
+    began = write.frozen_base(source.trained.get("config") or {}) or spec.weights.hf
+    fp8, dtype, (gate, files, read) = None, "float32", _adapters(spec, source, texts, began)
   else:
     fp8 = _choose_fp8(spec, plain, source)
     dtype = spec.of(Export).dtype

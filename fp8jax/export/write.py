@@ -187,14 +187,16 @@ def frozen_base(config: Mapping[str, Any]) -> str:
   if not began:
     return config.get("init.hf", "")
   workdir, name = os.path.expanduser(began), "config.json"
-  is_there = os.path.exists(os.path.join(workdir, name))
-  other = hf_config.read_json(workdir, name).get("resolved", {}) if is_there else {}
-  if other.get("model.lora.rank"):
-    return frozen_base(other)
-  console_lib.console(stderr=True).print(
-    f"the adapters were trained beside the weights of {began}: base_model_name_or_path is null; "
-    "export that run, and load them beside its folder"
-  )
+  why = f"the adapters were trained beside the weights of {began}"
+  then = "export that run, and load them beside its folder"
+  if not os.path.exists(os.path.join(workdir, name)):
+    why = f"init.workdir={began!r} has no config.json, which would name the adapters' base"
+    then = "write it there if you know it"
+  else:
+    other = hf_config.read_json(workdir, name).get("resolved", {})
+    if other.get("model.lora.rank"):
+      return frozen_base(other)
+  console_lib.console(stderr=True).print(f"{why}: base_model_name_or_path is null; {then}")
   return ""
 
 

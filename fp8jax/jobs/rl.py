@@ -37,7 +37,6 @@ class Questions(batch_sharding.Batches):
   def __init__(self, spec: TrainSpec, prompts: list[rollout.Question]):
     super().__init__(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
     self._prompts = prompts
-    self.stop = spec.of(Generate).stop + prompts[0].task.protocol.stop
     order = grain.MapDataset.range(len(prompts)).shuffle(spec.seed % 2**32).repeat()
     self.iterator = iter(order.to_iter_dataset())
 
@@ -52,7 +51,7 @@ def questions(spec: TrainSpec) -> list[rollout.Question]:
   """The prompts to learn from.
 
   Raises:
-    UserError: a prompt leaves no room for rl.max_new_tokens; tasks end at different texts.
+    UserError: a prompt leaves no room for rl.max_new_tokens.
   """
   own, settings = spec.of(RL), spec.of(Tasks)
   asked = frozenset()
@@ -64,12 +63,6 @@ def questions(spec: TrainSpec) -> list[rollout.Question]:
   loaded = catalog.load(wanted, "rl.tasks")
   if not (own.reward or own.reward_model):
     catalog.check_packages(loaded, "rl.tasks")
-  if len({task.protocol.stop for task in loaded}) > 1:
-    stops = ", ".join(f"{task.name}: {list(task.protocol.stop)}" for task in loaded)
-    raise UserError(
-      f"rl.tasks: completions of a rollout end at the same texts, and the tasks have others "
-      f"({stops}); give them one 'stop', or set generate.stop"
-    )
   ask = evaluate_tasks.asker(spec, spec.data.tokenizer, any(task.chat for task in loaded))
   made, room = [], spec.of(Generate).max_length - own.max_new_tokens
   for task in loaded:
@@ -156,7 +149,7 @@ class RLState(run_state.RunState):
     own, spec = self._own, self.spec
     text = f"{spec.seed}|{cycle}".encode()
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
-    sampling = dataclasses.replace(own.rules.sampling, seed=seed, stop=self._questions.stop)
+    sampling = dataclasses.replace(own.rules.sampling, seed=seed, stop=spec.of(Generate).stop)
     rules = dataclasses.replace(own.rules, sampling=sampling)
     drawing = sites = self._sites(state, step)
     if own.rollout:
@@ -299,7 +292,10 @@ def _of_questions(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
     contents["rl.reward_model"] = of_model.fingerprint
   g = spec.of(Generate)
   text = "|".join(f"{q.task.fingerprint} {q.item.name} {q.prompt}" for q in prompts)
-  text += repr((g.cache_format, g.max_length, g.stop_tokens)) + repr(g.stop) * bool(g.stop)
+  text += repr((g.cache_format, g.max_length, g.stop_tokens))
+  stops = {q.task.name: [*g.stop, *q.task.protocol.stop] for q in prompts}
+  if any(stops.values()):  # earlier versions, which read none, remember the tasks alone
+    contents["rl.tasks"] = f"{own.tasks}, completions end at {stops}"
   fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
   open_ = lambda spec: Questions(spec, prompts)  # noqa: E731
   return train.Feed(fingerprint, open_, contents, asks=True), judge

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import rich.console
 
+from fp8jax import console as console_lib
 from fp8jax.config import resolve
 from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import UserError
@@ -155,8 +156,13 @@ def _ends_of(spec: train_spec.TrainSpec, other: str) -> list[int]:
   own = spec.data.tokenizer
   is_same = then == own.path
   if not is_same and BYTES not in (then, own.path):
-    with contextlib.suppress(UserError):  # it is gone
+    try:
       is_same = filecmp.cmp(Tokenizer(then).file, own.file, shallow=False)
+    except (UserError, OSError):
+      console_lib.console(stderr=True).print(
+        f"the tokenizer of {other}, {then!r}, is gone: whether its end tokens are this run's is "
+        "not known, and they are left out; generate.stop_tokens names some"
+      )
   return hf_config.read_json(other, _SETTINGS)["eos_token_id"] if is_same else []
 
 

@@ -56,6 +56,18 @@ def _penalty(completion: Completion, rules: Rules) -> float:
   return min(max(late, 0) / rules.overlong, 1.0)
 
 
+def _completed(asked: Sequence[Question], generate, sampling, rules: Rules):
+  """The completions of every question: those that end at the same texts are drawn together."""
+  made = {}
+  for number, stop in enumerate(dict.fromkeys(q.task.protocol.stop for q in asked)):
+    own = [i for i, q in enumerate(asked) if q.task.protocol.stop == stop]
+    # No draw has the random numbers of another one, of this round or of a later one.
+    seed = sampling.seed + number * rules.rounds
+    of = dataclasses.replace(sampling, seed=seed, stop=(*sampling.stop, *stop))
+    made |= zip(own, generate([asked[i].prompt for i in own], of, rules.samples), strict=True)
+  return [made[i] for i in range(len(asked))]
+
+
 def collect(
   questions: Iterator[Question], generate: Callable[..., Sequence[Sequence[Completion]]],
   judge: Judge, rules: Rules, objective: Objective,
@@ -77,7 +89,7 @@ def collect(
     seed = rules.sampling.seed + number
     sampling = dataclasses.replace(rules.sampling, seed=seed)
     asked = [next(questions) for _ in range(rules.prompts - len(kept))]
-    drawn = generate([q.prompt for q in asked], sampling, rules.samples)
+    drawn = _completed(asked, generate, sampling, rules)
     answers = [(q, c) for q, completions in zip(asked, drawn, strict=True) for c in completions]
     if bad := sum(c.finish_reason == ERROR for _, c in answers):
       raise UserError(f"{bad} of {len(answers)} completions ended at logits that are not finite; "

@@ -169,9 +169,19 @@ def _note_tokenizer(tokenizer: Tokenizer, folder: str):
 def load_or_init(
   spec: train_spec.TrainSpec, workdir: str, has_scales: bool = True
 ) -> Loaded | None:
-  """As `load_weights`, and init.hf's where the workdir has no checkpoint; None without both."""
+  """As `load_weights`, and init.hf's where the workdir has no checkpoint; None without both.
+
+  Raises:
+    UserError: see `load_weights`; training would begin with another run's weights.
+  """
   if spec.weights.hf or os.path.isdir(os.path.join(workdir, "checkpoints")):
     return load_weights(spec, workdir, has_scales=has_scales)
+  if began := spec.init.workdir:
+    raise UserError(
+      f"{workdir} has no checkpoint, and this job does not begin as training does, with the "
+      f"weights of init.workdir={began!r}: give --workdir={began}, with the model of that run, and "
+      "--out for the result"
+    )
   if not spec.init.hf:
     return None
   weights = dataclasses.replace(spec.weights, hf=spec.init.hf)

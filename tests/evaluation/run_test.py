@@ -58,6 +58,22 @@ def _evaluate(folder, task, generator, seed=0, settings=None, say=lambda line: N
   return run.evaluate(task, generator, _ask, str(folder), settings or {"step": 4}, seed, say)
 
 
+def test_outputs_end_at_the_texts_of_the_task_and_of_the_settings(tmp_path):
+  coin, stops = Coin(), []
+
+  class Seen:
+    def generate(self, prompts, sampling, *more):
+      stops.append(sampling.stop)
+      return coin.generate(prompts, sampling, *more)
+
+  task = _task(1, 2)
+  task = dataclasses.replace(task, protocol=dataclasses.replace(task.protocol, stop=("a",)))
+  _evaluate(tmp_path, task, Seen(), settings={"step": 4, "stop": ["b"]})
+  assert stops == [("a", "b")]
+  with pytest.raises(UserError, match=r"different settings: stop is \['b'\] and None"):
+    run._check_asked_alike("t", {"stop": ["b"]}, {})
+
+
 def test_outputs_and_verdicts_are_stored_and_summed_up(tmp_path):
   coin, lines = Coin(), []
   found = _evaluate(tmp_path, _task(), coin, say=lines.append)

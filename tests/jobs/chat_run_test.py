@@ -156,7 +156,7 @@ def test_a_stage_keeps_its_own_tokenizer_template_and_end_of_turn(folder, tmp_pa
   assert (tmp_path / "bytes/hf_source/tokenizer.json").read_text() == "{}"
 
 
-def test_a_run_without_hugging_face_files_keeps_the_end_of_its_turns(folder, tmp_path):
+def test_a_run_without_hugging_face_files_keeps_the_end_of_its_turns(folder, tmp_path, capsys):
   """Random weights, a tokenizer with its own end, turns that another token closes."""
   tokenizer = case_inputs.tokenizer_folder(tmp_path / "t", eos_token="<|endoftext|>")
   changes = {
@@ -172,7 +172,10 @@ def test_a_run_without_hugging_face_files_keeps_the_end_of_its_turns(folder, tmp
   made, _ = generator.load(spec, str(tmp_path / "run"))
   assert made.end_ids == {2, 0}  # of its turns, and of documents
   # The second stage's weights came without files, too, whether its own data are chats or no.
-  _take(spec, tmp_path / "run", tmp_path / "next")
+  stage = {"init.workdir": str(tmp_path / "run"), "init.weights_only": True}
+  patch = _stop(0)
+  train.run(_spec(folder, "bf16", **changes, **stage), str(tmp_path / "next"))
+  patch.undo()
   start.take_source(spec, str(tmp_path / "run"), str(tmp_path / "texts"))
   for name in ("next", "texts"):
     kept = json.loads((tmp_path / name / "generation_config.json").read_text())
@@ -180,6 +183,10 @@ def test_a_run_without_hugging_face_files_keeps_the_end_of_its_turns(folder, tmp
   # Ids of another tokenizer are none of these.
   start.take_source(_spec(folder, "bf16"), str(tmp_path / "run"), str(tmp_path / "bytes"))
   assert not (tmp_path / "bytes/generation_config.json").exists()
+  moved = {**changes, "data.tokenizer": str(shutil.move(tokenizer, tmp_path / "moved"))}
+  start.take_source(_spec(folder, "bf16", **moved), str(tmp_path / "run"), str(tmp_path / "lost"))
+  assert not (tmp_path / "lost/generation_config.json").exists()
+  assert "is gone: whether its end tokens are this run's" in capsys.readouterr().err
   # An export has them too, where transformers looks without a generation_config.json.
   assert build.base_of("", str(tmp_path / "next"))["eos_token_id"] == [2, 0]
   assert build.base_of("", str(tmp_path / "t")) is None

@@ -13,6 +13,7 @@ from harness import tiny_config, tiny_spec
 
 from fp8jax import console
 from fp8jax import params as params_lib
+from fp8jax.errors import UserError
 from fp8jax.export import write
 from fp8jax.export.settings import Export
 from fp8jax.jobs import calibrate, export, generator, start, train
@@ -80,10 +81,13 @@ def test_a_calibration_before_training_has_the_adapters_that_training_begins_wit
   }
   w = base[2]["layers/mlp/down"][1]
   assert rows["layers/1/mlp/down", "w"]["amax"] == np.abs(w).max()
+  c.init.workdir = str(tmp_path / "other")
+  with pytest.raises(UserError, match="the weights of init.workdir=.*: give --workdir="):
+    calibrate.run(debug_runs.spec(c, "calibrate"), str(tmp_path / "none"), "")
 
 
 def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
-  base, run_job, tmp_path, capsys
+  base, run_job, tmp_path, capsys, monkeypatch
 ):
   folder, adapters, flat = base
   settings = pathlib.Path(adapters) / peft.CONFIG
@@ -96,6 +100,7 @@ def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
   for path, value in params_lib.flatten(state.params).items():
     if lora.is_adapter(path):
       np.testing.assert_array_equal(value, flat[path], err_msg=path)
+  monkeypatch.setattr(write, "frozen_base", lambda config: f"of {config}")
   merged, again = str(tmp_path / "merged"), str(tmp_path / "again")
   wanted = {"weights.hf": folder, "export.gate_tokens": 256}
   for out, changes in (
@@ -112,6 +117,8 @@ def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
   want = flat["layers/mlp/down"] + 7 / 3 * np.einsum("nfr,nrd->nfd", a, b)
   np.testing.assert_allclose(got["layers"]["mlp"]["down"], want, atol=1e-6)
   assert np.abs(want - flat["layers/mlp/down"]).max() > 0.01
+  stated = debug_runs.read_json(pathlib.Path(again) / "adapter_config.json")
+  assert stated["base_model_name_or_path"] == "of {}"
   files = [pathlib.Path(f) / peft.WEIGHTS for f in (adapters, again)]
   assert files[0].read_bytes() == files[1].read_bytes()
   scores = []

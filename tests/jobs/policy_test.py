@@ -73,7 +73,7 @@ def test_stopped_around_an_action_a_run_goes_on_bit_for_bit(tmp_path, monkeypatc
   )
 
 
-def test_evaluations_lower_the_rate_and_switch_recipes(tmp_path):
+def test_evaluations_lower_the_rate_and_switch_recipes_stopped_or_not(tmp_path, monkeypatch):
   """No loss falls by 90 %, so that every evaluation but the first halves the rate."""
   changes = {
     **LOUD, "steps": 7, "eval.every": 2, "eval.tokens": 64, "log.tensor_stats_every": 0,
@@ -81,11 +81,14 @@ def test_evaluations_lower_the_rate_and_switch_recipes(tmp_path):
       "lower_rate(patience=1, rtol=0.9)", "switch_recipe(metric='heldout', worse_by=0.0)",
     ), "optim.peak_lr": 3.0, "optim.min_lr": 3.0, "optim.warmup_steps": 0,
   }  # fmt: skip
-  whole = tmp_path / "whole"
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
   run(whole, **changes)
+  run_until(3, monkeypatch, broken, **changes)
+  run(broken, **changes)
+  assert losses(whole) == losses(broken) and actions(whole) == actions(broken)
   other = {**changes, "steps": 9, "eval.every": 3, "log.every": 1}
   with pytest.raises(resolve.ConfigError, match="eval.every was 2 at step 7 and is 3 now") as e:
-    run(whole, **other)
+    run(broken, **other)
   assert "log.every" not in str(e.value) and "steps was 7" in str(e.value)
   lr = {r["step"]: r["learning_rate"] for r in rows(whole) if "learning_rate" in r}
   assert [lr[step] for step in range(1, 8)] == pytest.approx(

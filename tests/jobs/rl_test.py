@@ -12,6 +12,7 @@ import tokenizers
 
 from fp8jax.config import named
 from fp8jax.errors import ConfigError, UserError
+from fp8jax.generation.stoppable import AskedToStop
 from fp8jax.jobs import calibrate, diagnose, rl, train
 from fp8jax.ops import scaling, site_tree
 from fp8jax.ops.policy_gradient import OBJECTIVES
@@ -244,16 +245,36 @@ def test_prompts_that_leave_no_room_are_named(questions, tmp_path):
     run(tmp_path / "w", questions, **{"rl.max_new_tokens": 30})
 
 
-def test_tasks_that_end_at_other_texts_are_refused(questions, tmp_path):
+def test_a_run_remembers_the_texts_that_end_its_completions(questions, tmp_path):
+  """Earlier versions read none: a run of theirs does not go on with others unasked."""
+  spec = harness.text_spec("bf16", job="rl", **RL | questions)
+  plain, _ = rl._of_questions(spec)
+  assert "rl.tasks" not in plain.contents
   (tmp_path / "t.json").write_text(json.dumps(
     {"name": "t", "questions": "learned.jsonl", "stop": ["."], "verifier": "regex"}
   ))  # fmt: skip
-  tasks = {"rl.tasks": f"{questions['rl.tasks']},{tmp_path}/t.json"}
-  with pytest.raises(UserError, match=r"rl.tasks: .*\(learned: \[\], t: \['.'\]\); give them one"):
-    run(tmp_path / "w", questions, **tasks)
-  own = {"rl.tasks": f"{tmp_path}/t.json", "generate.stop": ("?",)}
-  spec = harness.text_spec("bf16", job="rl", **RL | questions | own)
-  assert rl.Questions(spec, rl.questions(spec)).stop == ("?", ".")
+  own = {"rl.tasks": f"{questions['rl.tasks']},{tmp_path}/t.json", "generate.stop": ("?",)}
+  feed, _ = rl._of_questions(harness.text_spec("bf16", job="rl", **RL | questions | own))
+  ends = feed.contents["rl.tasks"].partition(", completions end at ")[2]
+  assert ends == "{'learned': ['?'], 't': ['?', '.']}"
+
+
+def test_a_rollout_that_is_left_had_not_begun(monkeypatch):
+  """Its questions come again."""
+  places = ["begun"]
+  batches = types.SimpleNamespace(iterator=types.SimpleNamespace(
+    get_state=lambda: places[-1], set_state=places.append
+  ))  # fmt: skip
+
+  def drawn(*args):
+    places.append("two questions later")
+    raise AskedToStop
+
+  own = types.SimpleNamespace(
+    _own=types.SimpleNamespace(updates_per_rollout=2), _update=(-1, []), batches=batches,
+    _folder="f", _drawn=drawn,
+  )  # fmt: skip
+  assert rl.RLState.next_batch(own, None, 4) == (None, 4) and places[-1] == "begun"
 
 
 def test_a_reward_that_raises_stops_the_run_with_its_question(questions, tmp_path):

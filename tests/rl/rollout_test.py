@@ -9,7 +9,7 @@ import pytest
 from fp8jax.data import sources
 from fp8jax.errors import UserError
 from fp8jax.evaluation import verifiers
-from fp8jax.evaluation.tasks import Item, Task
+from fp8jax.evaluation.tasks import Item, Protocol, Task
 from fp8jax.generation.completion import Completion
 from fp8jax.generation.settings import Sampling
 from fp8jax.ops.policy_gradient import OBJECTIVES
@@ -54,6 +54,29 @@ def test_an_update_is_laid_out_as_written_by_hand():
   np.testing.assert_array_equal(batch["advantages_BL"][1, :5], [0, 0, -0.5, -0.5, 0])
   assert not batch["advantages_BL"][2:].any()
   np.testing.assert_array_equal(batch["rollout_BL"][1, :5], [0, 0, -3.5, -4.0, 0])
+
+
+def test_questions_that_end_at_other_texts_are_drawn_apart():
+  """With random numbers of their own, in the order in which they were asked."""
+  line = dataclasses.replace(TASK, name="line", protocol=Protocol(stop=("\n",)))
+  tasks = {1: TASK, 2: line, 3: TASK, 4: line}
+  asked = [rollout.Question(t, Item(str(n), str(n), "4"), (n,)) for n, t in tasks.items()]
+  calls, answer = [], drawn({n: [f"{n}", "4"] for n in tasks})
+
+  def generate(prompts, sampling, samples):
+    calls.append(([p[0] for p in prompts], sampling.stop, sampling.seed))
+    return answer(prompts, sampling, samples)
+
+  rules = dataclasses.replace(
+    RULES, prompts=4, rounds=3, sampling=dataclasses.replace(RULES.sampling, seed=5, stop=("z",))
+  )
+  groups, _ = rollout.collect(
+    iter(asked), generate, reward.of_verifiers, rules, OBJECTIVES["dr_grpo"]
+  )  # fmt: skip
+  assert [g.completions[0].text for g in groups] == ["1", "2", "3", "4"]
+  assert [call[:2] for call in calls] == [([1, 3], ("z",)), ([2, 4], ("z", "\n"))]
+  seeds = [call[2] for call in calls]
+  assert seeds[0] == 5 and seeds[1] not in range(5, 5 + rules.rounds)
 
 
 def test_groups_of_equal_rewards_make_way_and_all_equal_is_an_error():

@@ -41,7 +41,6 @@ def get_config(arm=""):
   return c
 """
 CHANGES = {
-  "precision.verify_fp8_gemms": False,  # on a mesh: compiled/fp8_gemms_test.py
   "mesh.fsdp": -1, "steps": STEPS, "global_batch": BATCH, "seq_len": LENGTH,
   "eval.tokens": 1024, "eval.batch": 8, "eval.precisions": ("recipe",),
   "data.heldout_fraction": 0.2, "data.sources.main.kind": "prepared",
