@@ -173,9 +173,13 @@ def test_a_run_without_hugging_face_files_keeps_the_end_of_its_turns(folder, tmp
   assert made.end_ids == {2, 0}  # of its turns, and of documents
   # The second stage's weights came without files, too, whether its own data are chats or no.
   stage = {"init.workdir": str(tmp_path / "run"), "init.weights_only": True}
+  settings = tmp_path / "run" / "generation_config.json"
+  kept = settings.read_text()
+  settings.unlink()  # of its own turns alone
   patch = _stop(0)
   train.run(_spec(folder, "bf16", **changes, **stage), str(tmp_path / "next"))
   patch.undo()
+  settings.write_text(kept)
   start.take_source(spec, str(tmp_path / "run"), str(tmp_path / "texts"))
   for name in ("next", "texts"):
     kept = json.loads((tmp_path / name / "generation_config.json").read_text())
