@@ -113,6 +113,8 @@ def checkout(tmp_path_factory):
     shutil.copy(folder / "assets/smollm2-135m/tokenizer.json", vocabulary)
   for name in ("InfiAlign-SFT-72k/a", "InfiAlign-SFT-165k/a", "sft_demo/stage1", "sft_demo/stage2"):
     chats.write(folder / "assets" / f"{name}.jsonl", 80, longest=3)
+  for name in ("dapo-math-17k", "sft_demo/learned"):  # questions
+    (folder / "assets" / f"{name}.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
   instruct = folder / "assets/Qwen2.5-7B-Instruct"
   # Without the weights: a copy would fill the holes of their file, 15 GB.
   no_weights = shutil.ignore_patterns("*.safetensors")

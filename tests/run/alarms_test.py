@@ -2,6 +2,7 @@
 
 import debug_runs
 import harness
+import pytest
 
 from fp8jax.config import alarms as config_alarms
 from fp8jax.ops import site_tree
@@ -9,6 +10,7 @@ from fp8jax.recipe.library import RECIPES
 from fp8jax.run import alarms as run_alarms
 
 
+@pytest.mark.slow  # numbers: step/activation_stats_test.py; alarms: below
 def test_loud_step_reports_and_alarms_once(tmp_path, capsys):
   rules = (("snr_db", "<", 60.0, "layers/0/mlp/up/x"), ("saturation", ">", 2.0))
   harness.train_on_text(

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -148,8 +149,8 @@ def one(prepared, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(launch, tmp_path_factory):
-  """The same in two processes, stopped on the way and resumed: workdir, (stdout, stderr)s."""
+def stopped(launch, tmp_path_factory):
+  """The same in two processes, stopped on the way: workdir, (stdout, stderr)s, the step."""
   workdir = tmp_path_factory.mktemp("two")
   run = launch(workdir, 2)
   deadline, path = time.time() + PATIENCE, workdir / "metrics.jsonl"
@@ -158,9 +159,18 @@ def two(launch, tmp_path_factory):
       pytest.fail(f"never reached step 3: {run.finish()}")
     time.sleep(0.02)
   run.processes[1].send_signal(signal.SIGTERM)  # one of them is told, both leave
-  return types.SimpleNamespace(
-    workdir=workdir, first=run.finish(code=75), second=launch(workdir, 2).finish()
-  )
+  said = run.finish(code=75)
+  (step,) = map(int, re.findall(r"interrupted: saved step (\d+)", said[0][0]))
+  assert 3 <= step < STEPS
+  return types.SimpleNamespace(workdir=workdir, said=said, step=step)
+
+
+@pytest.fixture(scope="module")
+def two(launch, stopped, tmp_path_factory):
+  """`stopped`, in a copy, and resumed."""
+  workdir = tmp_path_factory.mktemp("both") / "two"
+  shutil.copytree(stopped.workdir, workdir)
+  return types.SimpleNamespace(workdir=workdir, said=launch(workdir, 2).finish())
 
 
 def _rows(workdir) -> dict[int, dict]:
@@ -174,41 +184,70 @@ def _rows(workdir) -> dict[int, dict]:
   return found
 
 
-def test_two_processes_stopped_and_resumed_equal_one(one, two):
-  want, got = _rows(one), _rows(two.workdir)
-  assert sorted(want) == sorted(got) == list(range(STEPS + 1))
-  for step in range(1, STEPS + 1):
+def _assert_alike(got, want, steps: int):
+  for step in range(1, steps + 1):
     # Rounding errors of sums, which FP8 then amplifies from step to step (train_step_test.py).
     rtol = tolerances.MESH_LOSS if step <= 3 else tolerances.MESH_STEP["block_128"]
     assert got[step]["loss"] == pytest.approx(want[step]["loss"], rel=rtol), step
-  key = "heldout/main/block_128/loss"
-  assert got[0][key] == pytest.approx(want[0][key], rel=tolerances.MESH_LOSS)
+  assert got[0][HELDOUT] == pytest.approx(want[0][HELDOUT], rel=tolerances.MESH_LOSS)
+
+
+HELDOUT = "heldout/main/block_128/loss"
+
+
+def test_two_processes_equal_one_until_they_are_stopped(one, stopped):
+  got = _rows(stopped.workdir)
+  assert sorted(got) == list(range(stopped.step + 1))
+  _assert_alike(got, _rows(one), stopped.step)
+
+
+@pytest.mark.slow
+def test_two_processes_stopped_and_resumed_equal_one(one, two):
+  want, got, key = _rows(one), _rows(two.workdir), HELDOUT
+  assert sorted(want) == sorted(got) == list(range(STEPS + 1))
+  _assert_alike(got, want, STEPS)
   assert got[STEPS][key] == pytest.approx(want[STEPS][key], rel=tolerances.MESH_STEP["block_128"])
 
 
-def test_process_zero_alone_speaks(two):
-  (first, _), (second, _) = two.first[0], two.second[0]
-  (step,) = map(int, re.findall(r"interrupted: saved step (\d+)", first))
-  assert 3 <= step < STEPS
-  assert f"resuming from step {step}\n" in second
-  assert "held-out loss in nats per token" in second
-  for output, _ in (two.first[1], two.second[1]):
-    # Not nothing: Gloo, XLA's collectives on CPU, greets on its own.
-    assert not re.search("step|loss|config|model|written", output), output
-  made = json.loads((two.workdir / "provenance.json").read_text())
+# Not nothing: Gloo, XLA's collectives on CPU, greets on its own.
+OURS = "step|loss|config|model|written"
+
+
+def test_process_zero_alone_speaks(stopped):
+  assert not re.search(OURS, stopped.said[1][0])
+  made = json.loads((stopped.workdir / "provenance.json").read_text())
   assert made["processes"] == 2 and made["devices"].startswith("4 x ")
+  assert re.search(OURS, stopped.said[0][0])
 
 
+@pytest.mark.slow
+def test_process_zero_alone_speaks_of_resuming(stopped, two):
+  (output, _), (other, _) = two.said
+  assert f"resuming from step {stopped.step}\n" in output
+  assert "held-out loss in nats per token" in output
+  assert not re.search(OURS, other), other
+
+
+def test_a_stop_saves_the_place_of_every_process_in_the_data(stopped, prepared):
+  """From there, together, they read the batch that one process would."""
+  _assert_next_batch(stopped.workdir, stopped.step, prepared)
+
+
+@pytest.mark.slow
 def test_processes_continue_with_disjoint_halves_of_the_batch(two, prepared):
+  _assert_next_batch(two.workdir, STEPS, prepared)
+
+
+def _assert_next_batch(workdir, step: int, prepared):
   """From the positions they saved, together they read the batch that one process would."""
-  rows, folder = [], two.workdir / "checkpoints" / str(STEPS) / "data"
+  rows, folder = [], workdir / "checkpoints" / str(step) / "data"
   for index in range(2):
     iterator = loader.train_batches(prepared, BATCH // 2, loader.Shard(index, 2))
     iterator.set_state(json.loads((folder / f"process_{index}-of-2.json").read_text()))
     rows += [row.tobytes() for row in next(iterator)["tokens_BL"]]
     iterator.close()
   whole = loader.train_batches(prepared, BATCH)
-  for _ in range(STEPS):
+  for _ in range(step):
     next(whole)
   want = [row.tobytes() for row in next(whole)["tokens_BL"]]
   whole.close()

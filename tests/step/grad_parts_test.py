@@ -90,12 +90,10 @@ def large(spec) -> int:
   return sum(n for path, n in sizes.items() if "norm" not in path)
 
 
-BOTH = [
-  pytest.param(changes, id=name, marks=[pytest.mark.slow] * (name != "a head of its own"))
-  for name, changes in CASES.items()
-]
+BOTH = [pytest.param(changes, id=name) for name, changes in CASES.items()]
 
 
+@pytest.mark.slow  # a step on a mesh: invariance_test.py; with a wire: below
 @pytest.mark.parametrize("changes", BOTH)
 def test_gradients_are_those_of_one_device(changes):
   # Products cut over `tensor` sum in another order, which FP8 amplifies.

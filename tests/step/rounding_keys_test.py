@@ -107,6 +107,7 @@ def test_entries_of_a_batch_draw_their_own(rng, monkeypatch):
     assert np.any(gradient[0] != gradient[1]) and np.any(gradient[1] != gradient[2])
 
 
+@pytest.mark.slow
 def test_seeds_share_one_program_and_draw_their_own(rng):
   """The cache of compiled programs then serves every seed of a recipe with random bits. A step of
   the same seed and number draws the same again."""

@@ -250,6 +250,7 @@ def _other(value):
   return f"{value}x" if isinstance(value, str) else [*value, "x"]
 
 
+@pytest.mark.slow
 def test_a_trial_leaves_the_files_of_a_run(tmp_path):
   """Its summary, description and metrics have the keys of a direct run, and the same values."""
   rows = [json.dumps({"text": f"{i} words"}) + "\n{broken\n" for i in range(60)]
