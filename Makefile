@@ -41,7 +41,7 @@ test-browser: setup
 # that is memory which malloc returns to the kernel and asks for again.
 test test-all: export JAX_PLATFORMS = cpu
 # Where bytecode is not kept, pytest rewrites all assertions in every process, which takes 3 s each.
-test test-all: export PYTHONDONTWRITEBYTECODE =
+test test-all test-aot test-aot-all: export PYTHONDONTWRITEBYTECODE =
 test test-all test-aot test-aot-all: export GLIBC_TUNABLES = glibc.malloc.trim_threshold=1000000000:glibc.malloc.top_pad=67108864:glibc.malloc.mmap_threshold=1000000000
 test: setup $(MODEL)/model.safetensors
 	$(BIN)/python -m pytest -q $(PARALLEL) --durations=30 $(ARGS)
