@@ -323,6 +323,7 @@ def maxima(text: str) -> list[str]:
 
 
 @pytest.mark.aot
+@pytest.mark.slow
 def test_nothing_stands_between_quantizer_and_gemm():
   """No transpose, copy or second cast of an FP8 matrix anywhere in the program."""
   found = _elsewhere("narrow_work('block_128')")

@@ -358,7 +358,7 @@ def test_matrices_that_vllm_multiplies_otherwise_are_refused_by_name(
   "recipe, spoil",
   [
     pytest.param("int8", "", marks=pytest.mark.slow),
-    ("mxfp4_ste", ""),
+    pytest.param("mxfp4_ste", "", marks=pytest.mark.slow),
     ("mxfp4_ste", "unrounded"),
     ("w4a16", ""),
     ("w4a16", "logits"),

@@ -214,7 +214,7 @@ def tried(cases) -> dict:
 
 
 # Shapes drawn of each; one of AdamW takes more than a second.
-KERNELS = {"gemm": 100, "grouped": 100, "quantize": 100, "producers": 100, "adam": 40}
+KERNELS = {"gemm": 50, "grouped": 50, "quantize": 50, "producers": 50, "adam": 20}
 
 
 @pytest.mark.aot

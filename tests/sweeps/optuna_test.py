@@ -7,6 +7,7 @@ from fp8jax.errors import UserError
 from fp8jax.sweeps import outcome, plan, run, spec
 
 
+@pytest.mark.slow  # a point that goes on: below
 def test_search_goes_on_where_it_was_interrupted(folder, monkeypatch):
   optuna = pytest.importorskip("optuna")
   search = spec.Optuna({"optim.peak_lr": spec.LogUniform(0.01, 0.9)}, count=2)
