@@ -10,16 +10,14 @@ from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation.settings import Generate
 from fp8jax.jobs import checks, rl_reward
 from fp8jax.models import lora
-from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.models.hf import same_model
 from fp8jax.ops.policy_gradient import OBJECTIVES
 from fp8jax.phases import policy
 from fp8jax.recipe import rules
 from fp8jax.rl import reward_model
 from fp8jax.rl.settings import OF_COMPLETIONS, REWARD, RL
+from fp8jax.run import evaluator
 from fp8jax.step.train_spec import TrainSpec
-
-RECIPE, _ = EVAL_PRECISIONS
 
 
 def problems_of_spec(spec: TrainSpec) -> list[str]:
@@ -102,11 +100,11 @@ def _pairs_problems(spec: TrainSpec) -> list[str]:
 
 def _rollout_problems(spec: TrainSpec) -> list[str]:
   own, g, texts = spec.of(RL), spec.of(Generate), checks.generator_problems(spec)
-  if g.precision != RECIPE:
+  if g.precision != evaluator.RECIPE:
     texts.append(
       f"generate.precision={g.precision!r} with --job=rl, whose completions are drawn in "
       f"rl.rollout={own.rollout!r} (that of training where it is ''); set that, and "
-      f"generate.precision={RECIPE!r}"
+      f"generate.precision={evaluator.RECIPE!r}"
     )
   named = {name for phase in spec.precision.phases for _, name in phase.rules}
   late = sorted(name for name in named if rules.recipe_by_name(name).is_stateful)
