@@ -7,9 +7,10 @@ import ml_dtypes
 import numpy as np
 import oracle
 
-from fp8jax.formats import E4M3, E5M2
+from fp8jax.formats import E4M3, E5M2, by_name
 from fp8jax.quantization import hadamard
-from fp8jax.recipe.gemm import Accumulation, Backward, Gemm, Recipe, TrustMask
+from fp8jax.recipe.estimators import SlopeAlone, TrustMask
+from fp8jax.recipe.gemm import Accumulation, Backward, Gemm, Recipe
 from fp8jax.recipe.quant import (
   WHOLE,
   Clamp,
@@ -315,7 +316,10 @@ def products_and_slack(r: Recipe, x, w, g, backend="xla", amaxes=(None,) * 3):
   dw, dw_off = dw.T, dw_off.T if np.ndim(dw_off) else dw_off
   if r.estimate_x:
     dx = dx * slope(xm, f.lhs, r.estimate_x)
-  if r.estimate_w:
+  if isinstance(r.estimate_w, SlopeAlone):
+    stairs = Quant(by_name(r.estimate_w.format), (1, WHOLE))
+    dw = dw * slope(narrow(w.T, stairs), stairs, r.estimate_w)
+  elif r.estimate_w:
     dw = dw * slope(wm, f.rhs, r.estimate_w)
   if again and f.rhs.transform:
     dx, dw = (rotated(t, f.rhs.transform, inverse=True) for t in (dx, dw))

@@ -96,8 +96,8 @@ class System:
     is_mapped: an arm's seeds and rates train at once (--vmap).
     config: "FILE:ARM" instead of configs/pretrain_tiny.py, {recipe} in it; with `needs`, a file
       that must be there, and the command that makes it.
-    twins: seeds that have a nudged twin (init.nudge), the noise floor of their recipe; none where
-      no verdict is wanted.
+    twins: seeds of an arm that a comparison asks about that have a nudged twin (init.nudge), the
+      noise floor of their recipe; one in an illustration.
     first_seed: the others follow it.
     shows: tables of stability.py that the ledger prints besides.
   """
@@ -140,12 +140,13 @@ class System:
     """Every run of these arms, or of all, a twin after its own."""
     made = []
     for arm in arms or self.arms:
+      is_asked = any(c.candidate == arm.name for c in self.comparisons)
+      twins = is_asked * (min(self.twins, 1) if self.illustration else self.twins)
       seeds = range(self.first_seed, self.first_seed + self.seeds(arm))
       for rate, seed in itertools.product(arm.rates or self.rates or (None,), seeds):
         changes = arm.changes + ((("optim.peak_lr", rate),) if rate else ())
         own = (self.size, self.corpus, arm.recipe, changes, self.steps, seed)
-        has_twin = seed < self.twins and not self.illustration
-        for is_twin in (False, True)[: 2 if has_twin else 1]:
+        for is_twin in (False, True)[: 1 + (seed < twins)]:
           made.append(Run(*own, is_twin, self.config))
     return made
 

@@ -12,7 +12,6 @@ this library does not know are named and left out. Exit codes are those of `laun
 import argparse
 import dataclasses
 import itertools
-import math
 import os
 import pathlib
 import subprocess
@@ -130,25 +129,27 @@ def _sweep(runs: list[design.Run]) -> spec.Sweep:
 
 
 def jobs(
-  systems: list[design.System], workdir: str, done: set[str], measured, seeds: float = math.inf
+  systems: list[design.System], workdir: str, done: set[str], measured, floors: bool = False
 ) -> list[Job]:
   """Jobs of all runs that have no result, seed by seed, of a seed verdicts before illustrations.
 
   Args:
     done: names of runs that are over.
     measured: of hours.py's function.
-    seeds: of how many, the first.
+    floors: of twins and their own runs alone.
   """
   alone = [run for run in design.all_runs([s for s in systems if not s.is_mapped]).values()]
+  twins = {(run.group, run.seed) for s in systems for run in s.runs() if run.is_twin}
+  wanted = lambda run: not floors or (run.group, run.seed) in twins  # noqa: E731
   made = []
   for run in sorted(alone, key=lambda run: run.seed):
-    if run.name not in done and run.seed < seeds:
+    if run.name not in done and wanted(run):
       folder = os.path.join(workdir, "runs", run.name)
       cost, _ = hours_lib.hours(run, measured)
       made.append(Job(*run.trial, folder, members=((run, folder),), hours=cost))
   for system in (s for s in systems if s.is_mapped):
     for arm, is_twin in itertools.product(system.arms, (False, True)):
-      own = [run for run in system.runs((arm,)) if run.is_twin == is_twin and run.seed < seeds]
+      own = [run for run in system.runs((arm,)) if run.is_twin == is_twin and wanted(run)]
       if all(run.name in done for run in own):
         continue
       name = own[0].group.rpartition("-peak_lr")[0] or own[0].group
@@ -198,7 +199,7 @@ def main(arguments: list[str]) -> int:
     "--parallel", type=int, default=0, help="processes at a time; 0: one per core"
   )
   parser.add_argument(
-    "--seeds", type=int, default=math.inf, help="of every arm the first, and their twins"
+    "--floors", action="store_true", help="nudged twins and their own runs alone: noise floors"
   )
   parser.add_argument("--edited", action="store_true", help="run although files were edited")
   parser.add_argument("--dry", action="store_true", help="list the runs and start none")
@@ -214,7 +215,7 @@ def main(arguments: list[str]) -> int:
   chosen = [s for s in runs_lib.SYSTEMS if s.slug in (args.systems or slugs)]
   folder = os.path.join(workdir, "results")
   done = {path.stem for path in pathlib.Path(folder).glob("*.json")}
-  waiting = jobs(known(chosen, out.print), workdir, done, hours_lib.measured(), args.seeds)
+  waiting = jobs(known(chosen, out.print), workdir, done, hours_lib.measured(), args.floors)
   slots = process.slots(args.parallel, ())  # the lab compares runs of a CPU
   cost = sum(job.hours for job in waiting)
   out.print(f"{len(done)} results; {len(waiting)} jobs, about {cost:.1f} core-hours")

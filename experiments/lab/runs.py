@@ -105,7 +105,7 @@ def _by_width(recipe: str, rates: tuple[float, ...], changes: Changes = ()) -> t
 _PEFT = (*FINE_TUNING, ("model.lora.rank", 16), ("model.lora.alpha", 8.0), ("optim.peak_lr", 2e-3))
 # Fine-tuning of SmolLM2-135M on worked solutions of reasoning-gym's leg_counting and others.
 _SOLUTIONS: dict[str, Any] = dict(
-  steps=39, config="experiments/2025_infir2/reasoning.py:stage1,{recipe}", twins=0,
+  steps=39, config="experiments/2025_infir2/reasoning.py:stage1,{recipe}", twins=1,
   needs=("assets/reasoning/stage1.jsonl",
          "python experiments/2025_infir2/reasoning_data.py assets/reasoning"),
 )  # fmt: skip
@@ -124,6 +124,10 @@ SYSTEMS = (
     *_higher(2.0, "w4a4"), *(Comparison(c, "w4a4", "lower", 1.0)
                              for c in ("w4a8", "w4a4 + dge", "w4a4 + occ", "w4a4 + both")),
   ), twins=1),
+  # Apart, like HALO's below. The control of DGE: its factor on the weights' gradients, every
+  # product in BF16. Counted for two thirds of what DGE took off W4A4.
+  System("2025_fp4", _arms(**{"bf16 + dge": "bf16_dge"}),
+         (Comparison("bf16 + dge", "bf16", "lower", 2.0),), twins=1),
   System("2025_quartet", _arms("quartet", **{"mxfp4 plain": "mxfp4", "halo-4": "halo_fp4_2"}), (
     *_higher(2.0, "mxfp4 plain"), Comparison("quartet", "mxfp4 plain", "lower", 1.0),
     Comparison("quartet", "halo-4", "lower", 1.0),

@@ -20,7 +20,7 @@ from fp8jax.ops.quantizer import Quantizer
 from fp8jax.ops.site import ScalingInputs
 from fp8jax.ops.stored_params import Parts
 from fp8jax.quantization import hadamard, quantize, rounding, scaled_matrix
-from fp8jax.recipe.gemm import Estimator, TrustMask
+from fp8jax.recipe.estimators import Estimator, SlopeAlone, TrustMask
 from fp8jax.recipe.quant import CURRENT, Quant
 
 
@@ -31,6 +31,12 @@ def is_needed(spec: GemmSpec, role: Role) -> bool:
 
 def _estimator(spec: GemmSpec, role: Role) -> Estimator | None:
   return spec.recipe.estimate_x if role.tensor == "x" else spec.recipe.estimate_w
+
+
+def _staircase(spec: GemmSpec, role: Role) -> Quant:
+  """That of the forward operand, or of the estimator where no product rounds."""
+  estimator = _estimator(spec, role)
+  return estimator.quant if isinstance(estimator, SlopeAlone) else cast(Quant, spec.quant(role))
 
 
 def axes_of_terms(spec: GemmSpec, parts: Parts | None) -> tuple[str, ...]:
@@ -60,7 +66,7 @@ def cotangent(spec: GemmSpec, role: Role, t, d, inputs: ScalingInputs, dtype, la
   axes_of = layout.act_axes if role.tensor == "x" or layout.is_manual else layout.weight_axes
   amax_axes = tuple(tuple(a for c in group for a in axes_of(c)) for group in (free, contracted))
   quantizer = Quantizer.of(spec, role, inputs)
-  quant = cast(Quant, quantizer.quant)
+  quant = _staircase(spec, role)
 
   def local(t, d):
     batch, sizes = spec.letters.batch, dict(zip(letters, t.shape))
@@ -89,7 +95,7 @@ def cotangent(spec: GemmSpec, role: Role, t, d, inputs: ScalingInputs, dtype, la
 
 def _finished(spec, role, quantizer: Quantizer, matrix, gradient, *, contraction, amax_axes):
   """One matrix of gradients, masked and rotated back."""
-  quant, estimator = cast(Quant, quantizer.quant), _estimator(spec, role)
+  quant, estimator = _staircase(spec, role), _estimator(spec, role)
   gradient = gradient.astype(jnp.float32)
   if estimator is not None:
     made = quantize.quantize(

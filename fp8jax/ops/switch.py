@@ -113,7 +113,7 @@ def option_problem(recipe: Recipe) -> str:
   is_straight = recipe.backward is Backward.DEQUANTIZED
   is_straight &= not (recipe.dgrad.is_quantized or recipe.wgrad.is_quantized)
   is_straight &= not (recipe.estimate_w or recipe.estimate_x)
-  if recipe.is_quantized and not is_straight:
+  if (recipe.is_quantized or recipe.estimate_w) and not is_straight:
     why = "has a backward pass of its own, and options pass gradients straight through"
   elif recipe.is_stateful or recipe.is_random:
     why = "has scales from past steps or rounds stochastically"

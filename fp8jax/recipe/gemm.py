@@ -10,6 +10,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+from fp8jax.recipe import estimators
+from fp8jax.recipe.estimators import Estimator, SlopeAlone
 from fp8jax.recipe.quant import (
   CURRENT,
   WHOLE,
@@ -182,34 +184,6 @@ def accumulate_by_name(name: str) -> Accumulate:
 PASSES = ("fwd", "dgrad", "wgrad")
 
 
-@dataclasses.dataclass(frozen=True)
-class Differentiable:
-  """The weight's gradient times the slope of a soft staircase (DGE, arXiv:2501.17116 §3.1).
-
-  Between two neighbours of the grid u runs from -1 to 1; the slope is |u|^(1 / power - 1) / power.
-
-  Attributes:
-    power: the paper's k.
-    largest: of the slope, which is infinite in the middle.
-  """
-
-  power: float = 5.0
-  largest: float = 3.0
-
-  def __post_init__(self):
-    if not (self.power >= 1 and self.largest > 0):
-      raise ValueError(f"{self}: power must be at least 1, largest above 0")
-
-
-@dataclasses.dataclass(frozen=True)
-class TrustMask:
-  """No gradient where the forward operand saturated (QuEST's trust mask, arXiv:2505.14669 §4)."""
-
-
-Estimator = Differentiable | TrustMask
-ESTIMATORS = (Differentiable, TrustMask)
-
-
 class Backward(enum.Enum):
   """The tensors that operands W of dgrad and X of wgrad are made from."""
 
@@ -243,7 +217,8 @@ class Recipe:
 
   def __post_init__(self):
     is_plain = self.backward is Backward.UNQUANTIZED and not (self.estimate_w or self.estimate_x)
-    if not is_plain and not self.fwd.is_quantized:
+    is_alone = self.backward is Backward.UNQUANTIZED and isinstance(self.estimate_w, SlopeAlone)
+    if not (is_plain or is_alone or self.fwd.is_quantized):
       raise ValueError(
         f"recipe {self.name!r}: backward={self.backward.value!r} and estimators are about the "
         "forward operands' rounding, and fwd is in the compute dtype; leave them out"
@@ -254,16 +229,7 @@ class Recipe:
         "rounded, and backward and estimators go by single elements of x and w; leave either out"
       )
     for tensor, estimator in (("lhs", self.estimate_x), ("rhs", self.estimate_w)):
-      quant = getattr(self.fwd, tensor)
-      if estimator and quant is None:
-        raise ValueError(
-          f"recipe {self.name!r}: {estimator}, and fwd rounds no {tensor}: leave it out"
-        )
-      if isinstance(estimator, Differentiable) and not quant.format.is_stepped:
-        raise ValueError(
-          f"recipe {self.name!r}: {estimator} needs steps between numbers, and {quant.format} is "
-          "logarithmic; take TrustMask() or None"
-        )
+      estimators.check(self.name, tensor, estimator, getattr(self.fwd, tensor))
     for p in PASSES[1:]:
       gemm = getattr(self, p)
       if gemm.is_quantized and not gemm.multiplies_codes:
@@ -392,8 +358,6 @@ class Recipe:
       gain = g.get("gain") and Gain(**g["gain"])
       return Gemm(lhs, rhs, how, rows, g.get("compensates", False), gain)
 
-    estimators = {e: of_description(d.get(e), ESTIMATORS) for e in ("estimate_w", "estimate_x")}
+    how = {e: of_description(d.get(e), estimators.ESTIMATORS) for e in ("estimate_w", "estimate_x")}
     gemms = {p: gemm(d[p]) for p in PASSES}
-    return cls(
-      d["name"], backward=Backward(d.get("backward", "unquantized")), **gemms, **estimators
-    )
+    return cls(d["name"], backward=Backward(d.get("backward", "unquantized")), **gemms, **how)

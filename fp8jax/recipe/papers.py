@@ -25,7 +25,8 @@ from fp8jax.formats import (
   Format,
 )  # fmt: skip
 from fp8jax.recipe import library
-from fp8jax.recipe.gemm import Accumulation, Backward, Differentiable, Gain, Gemm, Recipe, TrustMask
+from fp8jax.recipe.estimators import Differentiable, SlopeAlone, TrustMask
+from fp8jax.recipe.gemm import Accumulation, Backward, Gain, Gemm, Recipe
 from fp8jax.recipe.quant import (
   WHOLE,
   Clamp,
@@ -77,6 +78,8 @@ _FP4 = (
   _fp4("fp4_dge", _W4, estimate_w=Differentiable()),
   _fp4("fp4_occ", _CLAMPED, compensates=True),
   _fp4("fp4", _CLAMPED, compensates=True, estimate_w=Differentiable()),
+  # The control of DGE: its factor alone, every product in the compute dtype.
+  Recipe("bf16_dge", estimate_w=SlopeAlone()),
 )
 
 # --- MXFP4 and Quartet (arXiv:2505.14669, version 4) ---------------------------------------------

@@ -159,8 +159,8 @@ def test_the_queue_keeps_a_file_of_every_run_that_is_over(tmp_path):
   system = system_of("higher", fixed_seeds=2, twins=1)
   waiting = run_queue.jobs([system], str(tmp_path), set(), {})
   names = [run.name for job in waiting for run, _ in job.members]
-  assert sorted(names) == sorted(run.name for run in system.runs()) and len(names) == 6
-  assert [job.members[0][0].seed for job in waiting] == [0, 0, 0, 0, 1, 1]
+  assert sorted(names) == sorted(run.name for run in system.runs()) and len(names) == 5
+  assert [job.members[0][0].seed for job in waiting] == [0, 0, 0, 1, 1]
   said = []
   queue = run_queue.Queue(waiting, str(tmp_path / "results"), 2, types.SimpleNamespace(
     print=said.append))  # fmt: skip
@@ -178,7 +178,7 @@ def test_the_queue_keeps_a_file_of_every_run_that_is_over(tmp_path):
     and found.origin["backend"].endswith("matmul auto")
   )
   assert results.own_loss(found) == 2.5
-  assert "of several commits" in said[1] and said[-1].startswith("3/6; about")
+  assert "of several commits" in said[1] and said[-1].startswith("3/5; about")
   # It is not started again.
   left = run_queue.jobs([system], str(tmp_path), {path.stem}, {})
   assert [j.members for j in left] == [j.members for j in waiting[1:]]
@@ -189,8 +189,8 @@ def test_the_queue_keeps_a_file_of_every_run_that_is_over(tmp_path):
 
 def test_an_arm_whose_seeds_train_at_once_is_one_sweep_and_its_twins_another(tmp_path):
   system = system_of("higher", rates=(1e-3, 2e-3), fixed_seeds=3, is_mapped=True, size="0p8m")
-  first, twins, other, _ = made = run_queue.jobs([system], str(tmp_path), set(), {})
-  assert len({workdir for job in made for _, workdir in job.members}) == 2 * (6 + 4)
+  other, first, twins = made = run_queue.jobs([system], str(tmp_path), set(), {})
+  assert len({workdir for job in made for _, workdir in job.members}) == 6 + 6 + 4
   for job, count in ((first, 6), (twins, 4)):
     assert "--vmap" in job.arguments() and len(job.members) == count
     scope = {}
@@ -205,8 +205,10 @@ def test_an_arm_whose_seeds_train_at_once_is_one_sweep_and_its_twins_another(tmp
     run.name for job in made if job is not twins for run, _ in job.members
   }, {})  # fmt: skip
   assert left == twins
-  few = run_queue.jobs([system], str(tmp_path / "few"), set(), {}, seeds=1)
-  assert [[run.seed for run, _ in job.members] for job in few] == [[0, 0]] * 4
+  floors = run_queue.jobs([system], str(tmp_path / "floors"), set(), {}, floors=True)
+  assert [[run for run, _ in job.members] for job in floors] == [
+    [run for run, _ in first.members if run.seed < 2], [run for run, _ in twins.members]
+  ]  # fmt: skip
   _left(pathlib.Path(other.members[4][1]))
   marked = pathlib.Path(other.members[5][1])
   _left(marked)
@@ -237,7 +239,7 @@ def test_the_queue_lists_its_jobs_and_refuses_a_system_that_is_none(tmp_path, mo
   words = ["--workdir", str(tmp_path), "--edited", "--dry"]
   assert run_queue.main(words) == 0
   first, *jobs = capsys.readouterr().out.splitlines()
-  assert first.startswith(f"0 results; {len(jobs)} jobs, about ") and len(jobs) == 8  # twins
+  assert first.startswith(f"0 results; {len(jobs)} jobs, about ") and len(jobs) == 6  # twins
   assert all(f"--workdir={tmp_path}/runs/" in line for line in jobs)
   with pytest.raises(UserError, match="no system halo; expected some of "):
     run_queue.main([*words, "halo"])

@@ -44,6 +44,7 @@ def test_every_option_is_its_recipe_in_one_program():
   ("name", "why"),
   [
     ("block_128", "backward pass of its own"),
+    ("bf16_dge", "backward pass of its own"),
     ("fp8", "scales from past steps"),
     ("munit_head", "multiplies by a gain"),
   ],

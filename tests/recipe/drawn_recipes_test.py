@@ -10,7 +10,8 @@ from recipe_runs import given_amaxes, know_draws, operands, products, with_amaxe
 
 from fp8jax import formats
 from fp8jax.ops import site as site_lib
-from fp8jax.recipe.gemm import Accumulation, Backward, Differentiable, Gain, Gemm, Recipe, TrustMask
+from fp8jax.recipe.estimators import Differentiable, TrustMask
+from fp8jax.recipe.gemm import Accumulation, Backward, Gain, Gemm, Recipe
 from fp8jax.recipe.quant import (
   CURRENT,
   WHOLE,

@@ -17,7 +17,8 @@ from fp8jax.optim import optimizers
 from fp8jax.params import Param
 from fp8jax.quantization import quantize, stored_matrix
 from fp8jax.recipe import attention, library, rules
-from fp8jax.recipe.gemm import Backward, Gain, Gemm, Recipe, TrustMask
+from fp8jax.recipe.estimators import TrustMask
+from fp8jax.recipe.gemm import Backward, Gain, Gemm, Recipe
 from fp8jax.recipe.papers import PAPERS
 from fp8jax.recipe.quant import (
   WHOLE,

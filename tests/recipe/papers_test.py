@@ -28,7 +28,8 @@ from fp8jax.ops.dots import dot
 from fp8jax.quantization import quantize, tensor_stats
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe import rules
-from fp8jax.recipe.gemm import Accumulation, Backward, Differentiable, Gain, Gemm, Recipe, TrustMask
+from fp8jax.recipe.estimators import Differentiable, SlopeAlone, TrustMask
+from fp8jax.recipe.gemm import Accumulation, Backward, Gain, Gemm, Recipe
 from fp8jax.recipe.papers import PAPERS
 from fp8jax.recipe.quant import (
   WHOLE,
@@ -273,6 +274,10 @@ def test_recipes_that_mean_nothing_are_refused():
     (lambda: Recipe("r", Gemm(None, plain), estimate_x=TrustMask()), "fwd rounds no lhs"),
     (lambda: Recipe("r", wgrad=Gemm(None, plain)), "wgrad quantizes rhs alone"),
     (lambda: Differentiable(power=0.5), "power"),
+    (lambda: SlopeAlone(format="lns8"), "steps between numbers"),
+    (lambda: Recipe("r", Gemm(plain, plain), estimate_w=SlopeAlone()), "does not round"),
+    (lambda: Recipe("r", estimate_x=SlopeAlone()), "compute dtype"),
+    (lambda: Recipe("r", estimate_w=SlopeAlone(), estimate_x=SlopeAlone()), "None for x"),
     (lambda: dataclasses.replace(PAPERS["lns8"], estimate_w=Differentiable()), "logarithmic"),
     (lambda: Hadamard(48 + 2), "12, 20 or 28"),
     (lambda: Hadamard(16, "random"), "fresh"),
