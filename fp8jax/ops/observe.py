@@ -58,8 +58,10 @@ def operand_stats(spec: GemmSpec, role: Role, t, inputs: ScalingInputs, amax=Non
     unquantized, quantized = (
       operands.matrix_of(spec, role, t, q, t.dtype).value for q in (Quantizer(None), quantizer)
     )
-    unquantized = quantizer.rotated(unquantized)
-    stats = _statistics(unquantized, quantized, spec.quant(role), spec.statistics)
+    rotated = quantizer.rotated(unquantized)
+    stats = _statistics(rotated, quantized, spec.quant(role), spec.statistics)
+    if spec.gemm(role.gemm).rotates(role.side):
+      stats = tensor_stats.with_range_of(unquantized, stats)
     return _over_mesh(stats, layout, layout.act_axes_of(letters))
 
   of_t = layout.weight_spec(letters) if is_weight else layout.act_spec(letters)

@@ -93,6 +93,14 @@ def statistics(x, quantized, quant: Quant | None, width: int = LOUD):
   return jnp.concatenate([*parts, _bin_counts(x_)] if width == COUNTED else parts)
 
 
+def with_range_of(x, values):
+  """Statistics [LOUD or COUNTED] of rotated numbers -> with the amax and the bins of the tensor x
+  itself, as a quiet step has them: scales that start from them are of other products too."""
+  x = x.astype(jnp.float32)
+  bins = [_bin_counts(jnp.where(jnp.isfinite(x), x, 0.0))] if values.size == COUNTED else []
+  return jnp.concatenate([amax(x)[None], values[QUIET:LOUD], *bins])
+
+
 def _bin_counts(x):
   """float32 [BINS]: how many magnitudes have these leading bits; subnormal numbers count as 0."""
   bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32) >> (23 - MANTISSA_BITS)

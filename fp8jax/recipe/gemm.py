@@ -120,6 +120,11 @@ class Gemm:
         "the product of two operands rotated differently is another product"
       )
     for name, quant in ((n, q) for n, q in (("lhs", self.lhs), ("rhs", self.rhs)) if q):
+      if quant.source != CURRENT and self.rotates(name):
+        raise ValueError(
+          f"{name}={quant}: the amax that {quant.source} remembers is of the tensor, and rotated "
+          "numbers have another; set source=CURRENT, or leave the rotation out"
+        )
       if not quant.format.is_operand:
         raise ValueError(
           f"{name}.format={quant.format} is no element format of a GEMM operand; to multiply in "
@@ -141,6 +146,11 @@ class Gemm:
           f"{name}.tile={quant.tile} changes scale along K, so accumulate must be a divisor of "
           f"{quant.tile[1]}; got accumulate={accumulate_name(self.accumulate)}"
         )
+
+  def rotates(self, side: str) -> bool:
+    """Whether an operand, "lhs" or "rhs", is rotated before it meets its grid."""
+    quant = getattr(self, side)
+    return bool(self.rotate_rows[side == "rhs"] or (quant and quant.rotation))
 
   @property
   def is_quantized(self) -> bool:

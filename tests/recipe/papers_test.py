@@ -271,6 +271,11 @@ def test_recipes_that_mean_nothing_are_refused():
     (lambda: Gemm(plain), "rhs=None: no matrix unit"),
     (lambda: Gemm(None, Quant(E4M3, transform=Hadamard(16))), "a rotated operand and one"),
     (lambda: Gemm(None, plain, Accumulation.FAST), "FP8 operands"),
+    (
+      lambda: Gemm(*[Quant(E4M3, source=Static(), transform=Hadamard(16))] * 2),
+      "lhs=.*of the tens",
+    ),
+    (lambda: Gemm(plain, Quant(E4M3, source=Static()), rotate_rows=(None, Hadamard(16))), "rhs=.*"),
     (lambda: Recipe("r", Gemm(None, plain), estimate_x=TrustMask()), "fwd rounds no lhs"),
     (lambda: Recipe("r", wgrad=Gemm(None, plain)), "wgrad quantizes rhs alone"),
     (lambda: Differentiable(power=0.5), "power"),
@@ -312,8 +317,8 @@ def test_gains_are_of_the_whole_sizes_also_in_the_compute_dtype(rng):
   np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
-def test_observers_see_rotated_operands(rng):
-  """The error that a site observes is that of the rotated tensor, not a difference of spaces."""
+def test_observers_see_the_error_of_rotated_operands_and_the_range_of_the_tensor(rng):
+  """Not a difference of spaces, and the amax of a quiet step."""
   x, w, g = operands(rng)
   q = Quant(E5M2, transform=Hadamard(16, "none"))
   site = site_lib.fresh(
@@ -323,8 +328,10 @@ def test_observers_see_rotated_operands(rng):
   def loss(site):
     return jnp.sum(dot("TD,DF->TF", x, w, site) * g)
 
-  plain = dataclasses.replace(site, recipe=Recipe("plain", Gemm(*[Quant(E5M2)] * 2)))
-  seen, of_plain = (np.asarray(jax.jit(jax.grad(loss))(s).tap) for s in (site, plain))
-  largest = np.abs(rotated(x, q.transform)).max()
-  np.testing.assert_allclose(seen[0, 0], largest, rtol=1e-6)
-  assert of_plain[0, 0] == np.abs(x).max() != seen[0, 0]
+  seen = np.asarray(jax.jit(jax.grad(loss))(site).tap)
+  turned = rotated(x, q.transform)
+  error = np.sum((narrow(turned, dataclasses.replace(q, transform=None)).values - turned) ** 2)
+  at = tensor_stats.STATISTICS.index
+  np.testing.assert_allclose(seen[0, at("squared_error")], error, rtol=1e-6)
+  largest = np.abs(x).max()
+  assert seen[0, at("amax")] == largest != np.abs(turned).max()
