@@ -19,7 +19,7 @@ def run(spec: TrainSpec, workdir: str, out: str = ""):
       folder.check_other(target, {hub.local(began): "the folder that training started from"})
     build.check_codes(restore.as_trained(spec, meta), meta, step)
   has_scales = checks.scheme(e) is not None
-  loaded = restore.load_weights(spec, workdir, has_scales=has_scales)
+  loaded = restore.load_weights(spec, workdir, has_scales=has_scales, has_frozen=False)
   spec, is_folder = loaded.spec, bool(spec.weights.hf)
   source = build.of_folder(loaded) if is_folder else build.of_checkpoint(loaded, workdir)
   plain = restore.without_adapters(spec) if spec.model.lora else spec

@@ -117,13 +117,16 @@ class Loaded:
 
 
 def load_weights(
-  spec: train_spec.TrainSpec, workdir: str, kept: Collection[str] = (), has_scales: bool = True
-) -> Loaded:
+  spec: train_spec.TrainSpec, workdir: str, kept: Collection[str] = (), has_scales: bool = True,
+  has_frozen: bool = True,
+) -> Loaded:  # fmt: skip
   """The weights of weights.hf, with init.adapters, or of the checkpoint weights.step of a workdir.
 
   Args:
     kept: paths of the weights that stay in a folder's FP8 codes.
     has_scales: whether `states` are read.
+    has_frozen: whether a folder's weights beside adapters are as model.lora.base stores them in
+      training, not the folder's own numbers.
 
   Raises:
     FileNotFoundError: there is no such workdir.
@@ -135,6 +138,8 @@ def load_weights(
     _note_tokenizer(spec.data.tokenizer, folder)
     params, dtype = hf_weights.load_params(folder, spec.model, spec.run.layout, kept)
     params = peft.added(params, spec.init.adapters, spec.model, spec.run.layout)
+    if spec.model.lora and has_frozen:  # adapters that start here, too
+      params = train_step.make_state(spec, params).params
     states = {}
     if table and has_scales:
       amaxes = calibration.load(spec, table)
@@ -185,11 +190,7 @@ def load_or_init(
   if not spec.init.hf:
     return None
   weights = dataclasses.replace(spec.weights, hf=spec.init.hf)
-  loaded = load_weights(dataclasses.replace(spec, weights=weights), workdir, has_scales=has_scales)
-  if spec.model.lora:  # adapters that start here, and the base in its format
-    begun = train_step.make_state(spec, loaded.params)
-    loaded = dataclasses.replace(loaded, params=begun.params)
-  return loaded
+  return load_weights(dataclasses.replace(spec, weights=weights), workdir, has_scales=has_scales)
 
 
 def load_trained(spec: train_spec.TrainSpec, workdir: str) -> Loaded:

@@ -22,7 +22,7 @@ from fp8jax.models.config import Lora
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import stored_params
-from fp8jax.run import calibration
+from fp8jax.run import calibration, restore
 from fp8jax.run.restore import restore_params
 
 SMALL = {
@@ -126,8 +126,14 @@ def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
   assert stated["base_model_name_or_path"] == "of {}"
   files = [pathlib.Path(f) / peft.WEIGHTS for f in (adapters, again)]
   assert files[0].read_bytes() == files[1].read_bytes()
+  # Beside the base as training stores it: codes, unless model.lora.base says otherwise.
+  trained = debug_runs.spec(_config(folder, adapters, **{"weights.hf": folder}), "evaluate")
+  harness.assert_trees_equal(restore.load_weights(trained, "run").params, state.params)
   scores = []
-  for changes in ({"init.hf": folder}, {"init.hf": merged, "init.adapters": ""}):
+  for changes in (
+    {"init.hf": folder, "model.lora.base": "float32"},
+    {"init.hf": merged, "init.adapters": ""},
+  ):
     c = _config(folder, adapters, **{"weights.hf": changes["init.hf"]} | changes)
     made, _ = generator.load(debug_runs.spec(c, "evaluate"), "run")
     scores.append(made.score([([104, 101, 108], [108, 111, 32, 119])])[0][0])
