@@ -48,12 +48,18 @@ def _loss(z, targets):
   return np.logaddexp.reduce(z, axis=-1) - np.take_along_axis(z, targets, -1)[..., 0]
 
 
-def measure(recipe: str) -> dict[str, dict[str, float]]:
-  """{step: {"loss", str(eps): sharpness}} of a training run; means over last tokens."""
+def run_of(recipe: str):
+  """The run of the lab whose sharpness is measured."""
   (system,) = (s for s in runs_lib.SYSTEMS if s.slug == SLUG)
   arm = next(a for a in system.arms if a.recipe == recipe)
-  (run,) = (r for r in system.runs((arm,))
-            if r.seed == SEED and dict(r.changes)["optim.peak_lr"] == RATE)  # fmt: skip
+  (run,) = (r for r in system.runs((arm,)) if r.seed == SEED and not r.is_twin
+            and dict(r.changes)["optim.peak_lr"] == RATE)  # fmt: skip
+  return run
+
+
+def measure(recipe: str) -> dict[str, dict[str, float]]:
+  """{step: {"loss", str(eps): sharpness}} of a training run; means over last tokens."""
+  run = run_of(recipe)
   spec = resolve.resolve(named.load(*run.trial), 1, choose.current_device())
   sites, (source,) = spec.sites(), spec.data.sources
   held = [

@@ -340,7 +340,9 @@ def _choose_fp8(spec: TrainSpec, plain: TrainSpec, source: Source) -> fp8_lib.Pl
     return None
   path = os.path.expanduser(spec.of(Export).input_scales)
   inputs = dict(source.inputs)
-  inputs |= calibration.read(path, site_tree.recipes_of(plain.sites())) if path else {}
+  if path:  # servers compute without Smooth-SwiGLU
+    recipes = site_tree.recipes_of(plain.sites())
+    inputs |= calibration.read(path, recipes, smooth_swiglu="none")
   fp8 = fp8_lib.with_amaxes(fp8, names.entries(plain.model), source.amaxes, inputs)
   reasons = collections.Counter(fp8.unquantized.values())
   unquantized = "".join(f"; unquantized: {n} matrices, {reason}" for reason, n in reasons.items())

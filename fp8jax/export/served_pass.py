@@ -50,8 +50,8 @@ def recipe(scheme: Scheme, is_in_codes: bool) -> Recipe:
 
 
 def whole(spec: TrainSpec, plan: fp8_lib.Plan) -> TrainSpec:
-  """The spec where no tile of activations or weights lies on two devices: the batch alone is split,
-  and weights at rest, where their tiles allow it."""
+  """The spec as a server computes, where no tile of activations or weights lies on two devices: the
+  batch alone is split, and weights at rest, where their tiles allow it."""
   layout, declared = spec.run.layout, site_tree.find_sites(transformer.site_params(spec.model))
   acts = tuple((letter, over) for letter, over in layout.acts if letter == "B")
   weights = {
@@ -62,7 +62,9 @@ def whole(spec: TrainSpec, plan: fp8_lib.Plan) -> TrainSpec:
     precision.tiles_are_whole(declared[path], spec.model, layout, quant) for path, quant in weights
   )
   layout = dataclasses.replace(layout, weights=layout.weights if are_whole else (), acts=acts)
-  return dataclasses.replace(spec, run=dataclasses.replace(spec.run, layout=layout))
+  # A server knows neither FP8 attention nor Smooth-SwiGLU.
+  run = dataclasses.replace(spec.run, layout=layout, attention_recipe=None, smooth_swiglu="none")
+  return dataclasses.replace(spec, run=run)
 
 
 def load(spec: TrainSpec, plan: fp8_lib.Plan, folder: str):

@@ -9,7 +9,7 @@ import functools
 
 import jax
 
-from fp8jax.ops import dots, gemm_spec, linear, operands, prologue, residuals, site_checks
+from fp8jax.ops import dots, gemm_spec, joint, linear, operands, prologue, residuals, site_checks
 from fp8jax.ops.gemm_spec import BOTH_OF_G
 from fp8jax.recipe.quant import Quant
 
@@ -35,7 +35,8 @@ def swiglu_mlp(eqns, x, ws, sites, name: str, save: Quant | None = None):
   gradients = prologue.silu_mul_gradients(h, *h.sources)
   can_fuse = operands.can_fuse_prologue(specs[:2], gradients, BOTH_OF_G)
   if can_fuse and operands.can_fuse_input(specs[2:], h):
-    return _swiglu_mlp((specs, name, save), *site_checks.mark_used(specs, x, ws, sites))
+    lent = (*joint.lent(ws[:2], sites[:2]), sites[2])
+    return _swiglu_mlp((specs, name, save), *site_checks.mark_used(specs, x, ws, lent))
   return _separate(eqns, x, ws, sites, name, save)
 
 

@@ -198,13 +198,24 @@ def quantize(
   if quant.rotation:
     x = hadamard.rotate(x, quant.rotation, contraction, signs_key)
   is_second = amax is not None and quant.scale is Scale.E4M3_OVER_F32
-  amaxes: Any = (None, jnp.reshape(jnp.asarray(amax), ())) if is_second else (amax, tensor_amax)
+  amaxes: Any = (None, _remembered(amax, quant)) if is_second else (amax, tensor_amax)
   if contraction == 0 and quant.rounding is Rounding.EDEN:  # its blocks lie along the columns
-    return _cast(x.T, quant, amax_axes, amaxes, key, with_values)
-  if contraction == 0:
+    made = _cast(x.T, quant, amax_axes, amaxes, key, with_values)
+  elif contraction == 0:
     flipped = dataclasses.replace(quant, tile=quant.tile[::-1])
-    return _cast(x, flipped, amax_axes[::-1], amaxes, key, with_values).T
-  return _cast(x, quant, amax_axes, amaxes, key, with_values)
+    made = _cast(x, flipped, amax_axes[::-1], amaxes, key, with_values).T
+  else:
+    made = _cast(x, quant, amax_axes, amaxes, key, with_values)
+  if is_second:
+    is_unseen = jnp.isnan(amaxes[1])
+    made = dataclasses.replace(made, scale=jnp.where(is_unseen, jnp.nan, made.scale))
+  return made
+
+
+def _remembered(amax, quant: Quant):
+  """float32 scalar: the amax of the first of two levels, its source's margin included."""
+  margin = quant.source.margin if isinstance(quant.source, Delayed | Static) else 0
+  return jnp.reshape(jnp.asarray(amax, jnp.float32), ()) * np.float32(2.0**margin)
 
 
 def without_outliers(x, quant: Quant, contraction: int, amax_axes):
@@ -289,7 +300,8 @@ def as_lies(tiles, x):
 def given_scale(amax, quant: Quant):
   """float32 [1, 1] from an amax that is not x's own, margin included."""
   if quant.scale is Scale.E4M3_OVER_F32:
-    return jnp.reshape(tensor_scale(amax, quant), (1, 1))
+    scale = tensor_scale(_remembered(amax, quant), quant)
+    return jnp.reshape(jnp.where(jnp.isnan(amax), jnp.nan, scale), (1, 1))
   margin = quant.source.margin if isinstance(quant.source, Delayed | Static) else 0
   amax = jnp.reshape(amax, (1, 1))
   scale = amax_to_scale(amax, quant.format, quant.scale, margin)

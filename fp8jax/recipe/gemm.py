@@ -120,10 +120,11 @@ class Gemm:
         "the product of two operands rotated differently is another product"
       )
     for name, quant in ((n, q) for n, q in (("lhs", self.lhs), ("rhs", self.rhs)) if q):
-      if quant.source != CURRENT and self.rotates(name):
+      if (quant.source != CURRENT or quant.is_joint) and self.rotates(name):
         raise ValueError(
-          f"{name}={quant}: the amax that {quant.source} remembers is of the tensor, and rotated "
-          "numbers have another; set source=CURRENT, or leave the rotation out"
+          f"{name}={quant}: an amax that {quant.source} remembers, or that is joint, is of the "
+          "tensor, and rotated numbers have another; set source=CURRENT and is_joint=False, or "
+          "leave the rotation out"
         )
       if not quant.format.is_operand:
         raise ValueError(

@@ -142,10 +142,8 @@ class Quantile:
 
 @dataclasses.dataclass(frozen=True)
 class Clamp:
-  """The tile is first clamped to its own signed quantiles 1 - share and share.
-
-  Outlier clamping of FP4 training (arXiv:2501.17116 §3.2), whose paper takes the quantiles of a
-  tensor and whose code those of a token. `Gemm.compensates` multiplies what was clamped away.
+  """Clamps a row, a column or a tensor to its signed quantiles 1 - share and share (arXiv:2501.17116
+  §3.2: a tensor; its code: a token). `Gemm.compensates` multiplies what was clamped away.
 
   Attributes:
     share: above 1/2, at most 1: the elements number floor((1 - share) * n) and floor(share * n).
@@ -170,7 +168,7 @@ Clip = Largest | Rms | Quantile | Clamp | LeastError
 AMAX = Largest()
 
 
-def _check_clip(clip: Clip):
+def _check_clip(clip: Clip, tile: tuple[int, int]):
   if isinstance(clip, Largest | Rms | LeastError):
     times = clip.times if isinstance(clip.times, tuple) else (clip.times,)
     if not times or not all(2.0**-32 <= t <= 2.0**32 for t in times):
@@ -179,6 +177,8 @@ def _check_clip(clip: Clip):
     low = 0.5 if isinstance(clip, Clamp) else 0.0
     if not low < clip.share <= 1:
       raise ValueError(f"clip={clip}: share must be above {low:g} and at most 1")
+  if isinstance(clip, Clamp) and tile not in ((1, WHOLE), (WHOLE, 1), (WHOLE, WHOLE)):
+    raise ValueError(f"clip={clip} has quantiles of a row, a column or a tensor: not tile={tile}")
 
 
 # Orders of Hadamard matrices that, times powers of two, a rotation may have.
@@ -326,7 +326,7 @@ class Quant:
     of_one = (Scale.F32, Scale.POW2, Scale.GAUDI2)
     if self.source != CURRENT and self.scale not in of_one and not has_levels:
       raise ValueError(f"{self.source} needs scale f32, pow2 or gaudi2, got {self.scale.value}")
-    _check_clip(self.clip)
+    _check_clip(self.clip, self.tile)
     self._check_scale_of_clip()
 
   def _check_scale_of_clip(self):

@@ -22,7 +22,7 @@ from fp8jax.quantization import amax_history, clipping, tensor_stats
 from fp8jax.quantization.quantize import given_scale
 from fp8jax.quantization.tensor_stats import LOUD
 from fp8jax.recipe.gemm import Recipe
-from fp8jax.recipe.quant import CURRENT
+from fp8jax.recipe.quant import CURRENT, Static
 from fp8jax.run import nonfinite, provenance, schemas
 from fp8jax.run.settings import Calibrate
 from fp8jax.step.train_spec import TrainSpec
@@ -70,7 +70,10 @@ def run(
         {"site": name, "tensor": tensor, "step": step, "data": fingerprint}
         | _of_tensor(recipe, tensor, statistics, spec.of(Calibrate), recipe == recipes[0][name])
       )
-  return {"format": FORMAT, "batches": count, "step": step, "data": fingerprint, "rows": rows}
+  return {
+    "format": FORMAT, "batches": count, "step": step, "data": fingerprint,
+    "tokens": spec.tokens_per_step, "smooth_swiglu": spec.run.smooth_swiglu, "rows": rows,
+  }  # fmt: skip
 
 
 def _starts(recipe: Recipe, tensor: str) -> bool:
@@ -148,20 +151,34 @@ def _has(path: str, table: Mapping[str, Any]) -> bool:
     return f.read() == f"{records.to_json(table)}\n".encode()
 
 
-def read(path: str, names: Container[str] | None = None) -> dict[tuple[str, str], float]:
+def read(
+  path: str, names: Container[str] | None = None, tokens: int = 0, smooth_swiglu: str = ""
+) -> dict[tuple[str, str], float]:
   """{(layer's site, tensor): amax} of a table.
 
   Args:
     names: of the model's sites, one per layer; None does not compare them.
+    tokens: of a step, where static scales of gradients start from the table: they are of the mean
+      loss over a step's tokens. 0 does not compare them.
+    smooth_swiglu: in which its ranges are needed; "" does not compare it. A table that states
+      neither was written by hand, or by a refresh of the same run.
 
   Raises:
     UserError: not such a table, an amax that is no float32 number >= 0, rows that contradict
-      each other, or a row of another model; names the row.
+      each other, a row of another model, or ranges of another step; names the row or the key.
   """
   remedy = "write a table with --job=calibrate, as precision.calibration and export.input_scales"
   table = records.read(path, schemas.Calibration, f"{remedy} take one")
   if table["format"] != FORMAT:
     raise UserError(f"{path} has the format {table['format']!r}, expected {FORMAT!r}; {remedy}")
+  for key, wanted in (("tokens", tokens), ("smooth_swiglu", smooth_swiglu)):
+    if wanted and table.get(key, wanted) != wanted:
+      meaning = {"tokens": "tokens a step (global_batch * seq_len), of whose mean loss gradients are",
+                 "smooth_swiglu": "as precision.smooth_swiglu, which divides an input"}  # fmt: skip
+      raise UserError(
+        f"{path} was made with {table[key]!r} {meaning[key]}; expected {wanted!r} here, where its "
+        "ranges are others; calibrate again with that"
+      )
   amaxes: dict[tuple[str, str], float] = {}
   for i, row in enumerate(table["rows"]):
     amax, where = row["amax"], f"{path}, row {i}"
@@ -189,8 +206,11 @@ def load(spec: TrainSpec, path: str) -> dict[tuple[str, str], float]:
   Raises:
     UserError: see `read` and `scaling_states_of`; a table that no site of any phase starts from.
   """
-  amaxes = read(path, site_tree.recipes_of(spec.sites()))
   phases = range(len(spec.precision.phases))
+  of_g = {s for p in phases for r in site_tree.recipes_of(spec.sites(phase=p)).values()
+          for s in (amax_history.sources(r)[amax_history.TENSORS.index("g")],)}  # fmt: skip
+  tokens = spec.tokens_per_step if any(isinstance(s, Static) for s in of_g) else 0
+  amaxes = read(path, site_tree.recipes_of(spec.sites()), tokens, spec.run.smooth_swiglu)
   states = [scaling_states_of(amaxes, spec.sites(phase=phase)) for phase in phases]
   if not any(states):
     raise UserError(

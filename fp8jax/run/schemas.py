@@ -104,7 +104,10 @@ Memory = TypedDict("Memory", {"declared": float, "peak": float, "rows": list[Mem
 CalibrationRow = TypedDict("CalibrationRow", {
   "site": Required[str], "tensor": Required[str], "amax": Required[float], "scale": Positive,
 }, total=False)  # fmt: skip
-Calibration = TypedDict("Calibration", {"format": str, "rows": list[CalibrationRow]})
+Calibration = TypedDict("Calibration", {
+  "format": Required[str], "rows": Required[list[CalibrationRow]], "tokens": Count,
+  "smooth_swiglu": str,
+}, total=False)  # fmt: skip
 
 NoiseRow = TypedDict("NoiseRow", {"recipe": str, "kl": Number, "dlogp": Number, "top1": float})
 NoiseFloor = TypedDict("NoiseFloor", {"weights": dict[str, Any], "rows": list[NoiseRow]})

@@ -167,6 +167,7 @@ def test_sharpness_is_the_largest_loss_of_all_corners_of_the_box():
       assert found == pytest.approx(100 * (max(losses) - own) / (1 + own), rel=1e-9)
   results, readme = _kept("2024_fp8_and_back")
   assert script.table(results) in readme
+  assert not any(script.run_of(recipe).is_twin for recipe in ("bf16", "mask_e8m3"))
 
 
 def test_an_update_on_a_logarithmic_grid_errs_as_the_theorem_bounds_it():

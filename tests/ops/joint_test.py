@@ -10,9 +10,13 @@ import pytest
 
 from fp8jax import params as params_lib
 from fp8jax.generation import weights as generation_weights
+from fp8jax.kernels import choose
+from fp8jax.kernels.device import Device
 from fp8jax.models import presets, transformer
-from fp8jax.ops import dots, joint, site_tree
+from fp8jax.ops import dots, joint, site_tree, swiglu_mlp
 from fp8jax.ops import site as site_lib
+from fp8jax.recipe.gemm import Gemm
+from fp8jax.recipe.library import RECIPES
 from fp8jax.recipe.quant import Quant, Scale
 from fp8jax.recipe.served import SERVED
 
@@ -49,6 +53,31 @@ def test_products_of_one_input_share_the_first_level(rng):
     np.testing.assert_array_equal(gradient, y)  # straight through
   np.testing.assert_array_equal(alone, _values(ws[1], None))
   assert not np.array_equal(alone, ys[1])
+
+
+def test_the_fused_feed_forward_layer_has_the_joint_level_of_gate_and_up(monkeypatch):
+  """As traced for Hopper, whose kernels fuse it: down alone has its own."""
+  lent = []
+
+  def fused(static, x, ws, taps, inputs):
+    del static, ws, taps
+    lent.extend(i.joint_amax is not None for i in inputs)
+    return x
+
+  monkeypatch.setattr(choose, "current_device", lambda: Device("gpu", 90))
+  monkeypatch.setattr(swiglu_mlp, "_swiglu_mlp", fused)
+  block = RECIPES["block_128"]
+  of_two = dataclasses.replace(block, name="mine", fwd=Gemm(None, _QUANT))
+  size, eqns = site_lib.GemmSize(256, 256, 256), ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD")
+  sites = [
+    site_lib.fresh(
+      r, n, backends=site_lib.choose_backends(r, size, choose.current_device(), "auto")
+    )
+    for n, r in {"gate": of_two, "up": of_two, "down": block}.items()
+  ]
+  x, w = jnp.zeros((1, 256, 256), jnp.bfloat16), jnp.zeros((256, 256))
+  jax.eval_shape(lambda x, *ws: swiglu_mlp.swiglu_mlp(eqns, x, ws, sites, "linear"), x, w, w, w)
+  assert lent == [True, True, False]
 
 
 def test_a_site_that_is_lent_an_amax_serves_one_product(rng):

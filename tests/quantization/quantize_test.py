@@ -285,6 +285,19 @@ def test_scale_of_a_given_amax_ignores_x(rng, kind, fmt):
       assert 2.0**-126 <= scale <= 2.0**126
 
 
+def test_a_given_amax_of_two_levels_has_its_margin_and_is_missed_where_nobody_saw_one(rng):
+  x = rng.standard_normal((8, 48)).astype(np.float32)
+  quant = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32, Static(margin=3))
+  make = jax.jit(lambda amax: [q.quantize(x, quant, amax=amax), q.given_scale(amax, quant)])
+  made, of_tensor = make(np.float32(0.25))
+  data, scale = oracle.quantize(x, "e2m1", (1, 16), "e4m3_over_f32", np.float32(2.0))
+  np.testing.assert_array_equal(made.scale, scale[:, ::16])
+  np.testing.assert_array_equal(np.float32(made.data), np.float32(data))
+  assert of_tensor == np.float32(1) / (np.float32(448 * 6) / np.float32(2))
+  unseen, of_tensor = make(np.float32(np.nan))
+  assert np.isnan(unseen.scale).all() and np.isnan(of_tensor)
+
+
 def test_amax_belongs_to_sources_other_than_current():
   x = np.ones((4, 4), np.float32)
   with pytest.raises(ValueError, match="Static.* needs an amax"):

@@ -244,6 +244,7 @@ REFUSED = [
   (dict(scale=Scale.ONE, clip=Rms(2.0)), "clip="),
   (dict(clip=Quantile(0.0)), "share"),
   (dict(clip=Clamp(0.4)), "share"),
+  (dict(clip=Clamp(0.9), tile=(1, 128)), "of a row, a column or a tensor"),
   (dict(clip=LeastError(())), "times"),
   (dict(clip=Largest(-1.0)), "times"),
   (dict(scale=Scale.FLOOR_4_3), "floor_4_3"),
@@ -274,6 +275,12 @@ def test_recipes_that_mean_nothing_are_refused():
     (
       lambda: Gemm(*[Quant(E4M3, source=Static(), transform=Hadamard(16))] * 2),
       "lhs=.*of the tens",
+    ),
+    (
+      lambda: Gemm(
+        *[Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32, transform=Hadamard(16), is_joint=True)] * 2, 16
+      ),
+      "lhs=.*is joint",
     ),
     (lambda: Gemm(plain, Quant(E4M3, source=Static()), rotate_rows=(None, Hadamard(16))), "rhs=.*"),
     (lambda: Recipe("r", Gemm(None, plain), estimate_x=TrustMask()), "fwd rounds no lhs"),

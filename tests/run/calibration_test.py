@@ -26,6 +26,7 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   params = harness.init_params(spec.model)
   table = calibration.run(spec, params, harness.batches(spec, 2), step=7, fingerprint="abc")
   assert len(table["rows"]) == 3 * (7 * 3 + 1) and table["batches"] == 2
+  assert table["tokens"] == spec.tokens_per_step and table["smooth_swiglu"] == "none"
   one = next(r for r in table["rows"] if (r["site"], r["tensor"]) == ("layers/1/mlp/up", "w"))
   assert (one["step"], one["data"], one["recipe"]) == (7, "abc", "e4m3_static")
   assert one["amax"] == np.abs(params["layers"]["mlp"]["up"][1]).max()
@@ -123,6 +124,28 @@ def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_fr
   harness.assert_trees_equal(harness.saved_state(tmp_path, late, 6).scaling_states, second)
   with pytest.raises(UserError, match="nothing starts from it"):
     calibration.load(harness.text_spec("block_128"), str(path))
+
+
+def test_a_table_of_another_step_is_refused_where_its_ranges_are_others(tmp_path):
+  """Gradients are of a mean over tokens, and Smooth-SwiGLU divides an input; a refresh's table, and
+  one made by hand, say neither."""
+  path = tmp_path / "t.json"
+  rows = [{"site": f"layers/{i}/{m}", "tensor": t, "amax": 2.0}
+          for i in range(3) for m in NAMES for t in "xwg"]  # fmt: skip
+
+  def load(recipe, made, **changes):
+    path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows} | made))
+    return calibration.load(harness.text_spec(recipe, **changes), str(path))
+
+  spec = harness.text_spec("e4m3_static")
+  tokens, form = spec.tokens_per_step, spec.run.smooth_swiglu
+  for made in ({}, {"tokens": tokens, "smooth_swiglu": form}):
+    assert len(load("e4m3_static", made)) == len(rows)
+  with pytest.raises(UserError, match=f"with {2 * tokens} tokens a step .* expected {tokens} here"):
+    load("e4m3_static", {"tokens": 2 * tokens})
+  assert load("tensor_delayed", {"tokens": 2 * tokens})  # its first step measures its own
+  with pytest.raises(UserError, match="made with 'token' as precision.smooth_swiglu.* 'none' here"):
+    load("e4m3_static", {"tokens": tokens, "smooth_swiglu": "token"})
 
 
 def test_the_passes_of_the_checkpoints_phase_are_watched(tmp_path, monkeypatch):
