@@ -124,7 +124,8 @@ def test_on_a_gpu_emulation_is_asked_for_and_is_never_taken_for_fp8(monkeypatch)
 
 # What Hopper's FP8 GEMMs multiply: E4M3, E5M2, and E2M1 as E4M3, under scales that they know.
 HOPPERS = (
-  "fp4_w4a8", "fp4_w4a4", "fp4_dge", "fp4_occ", "fp4", "halo_fp4_2", "halo_fp8_0", "fp8_unscaled",
+  "bf16_dge", "fp4_w4a8", "fp4_w4a4", "fp4_dge", "fp4_occ", "fp4", "halo_fp4_2", "halo_fp8_0",
+  "fp8_unscaled",
   "block_128_requantized", "unit_scaling", "unit_scaling_wide", "unit_head", "munit_scaling",
   "munit_scaling_wide", "munit_head",
 )  # fmt: skip

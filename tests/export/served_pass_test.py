@@ -1,5 +1,6 @@
 """The served pass of the export gate: logits of a folder's own codes, on a mesh and without."""
 
+import dataclasses
 import types
 
 import harness
@@ -68,6 +69,10 @@ def test_the_served_pass_multiplies_the_codes_of_a_folder(tmp_path, monkeypatch,
   if has_values := fp8.label != "block":  # read as where layers are in several schemes
     load = hf_weights.load_params
     monkeypatch.setattr(hf_weights, "load_params", lambda *args, codes_of: load(*args))
+  # Servers know no Smooth-SwiGLU, whatever the model was trained with.
+  trained = dataclasses.replace(alone.run, smooth_swiglu="token")
+  alone = dataclasses.replace(alone, run=trained)
+  assert served_pass.whole(alone, plan).run.smooth_swiglu == "none"
   other, loaded = _served(alone, plan, tmp_path)
   kind = loaded["layers"]["mlp"]["up"].data.dtype
   assert (kind == jnp.float32) == has_values
