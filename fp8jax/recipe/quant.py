@@ -142,8 +142,8 @@ class Quantile:
 
 @dataclasses.dataclass(frozen=True)
 class Clamp:
-  """Clamps a row, a column or a tensor to its signed quantiles 1 - share and share (arXiv:2501.17116
-  §3.2: a tensor; its code: a token). `Gemm.compensates` multiplies what was clamped away.
+  """Clamps a row, a column or a tensor to its signed quantiles 1 - share and share, as FP4 training
+  does (arXiv:2501.17116 §3.2). `Gemm.compensates` multiplies what was clamped away.
 
   Attributes:
     share: above 1/2, at most 1: the elements number floor((1 - share) * n) and floor(share * n).

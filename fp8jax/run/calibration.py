@@ -173,7 +173,7 @@ def read(
     raise UserError(f"{path} has the format {table['format']!r}, expected {FORMAT!r}; {remedy}")
   for key, wanted in (("tokens", tokens), ("smooth_swiglu", smooth_swiglu)):
     if wanted and table.get(key, wanted) != wanted:
-      meaning = {"tokens": "tokens a step (global_batch * seq_len), of whose mean loss gradients are",
+      meaning = {"tokens": "tokens a step (global_batch * seq_len), over which losses are means",
                  "smooth_swiglu": "as precision.smooth_swiglu, which divides an input"}  # fmt: skip
       raise UserError(
         f"{path} was made with {table[key]!r} {meaning[key]}; expected {wanted!r} here, where its "
