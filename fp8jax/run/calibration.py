@@ -200,8 +200,13 @@ def read(
   return amaxes
 
 
-def load(spec: TrainSpec, path: str) -> dict[tuple[str, str], float]:
+def load(
+  spec: TrainSpec, path: str, has_gradients: bool = True
+) -> dict[tuple[str, str], float]:  # fmt: skip
   """`read` of a table that has all rows that the phases of the precision schedule need.
+
+  Args:
+    has_gradients: whether gradients are quantized by it; an evaluation has none, and other steps.
 
   Raises:
     UserError: see `read` and `scaling_states_of`; a table that no site of any phase starts from.
@@ -209,7 +214,8 @@ def load(spec: TrainSpec, path: str) -> dict[tuple[str, str], float]:
   phases = range(len(spec.precision.phases))
   of_g = {s for p in phases for r in site_tree.recipes_of(spec.sites(phase=p)).values()
           for s in (amax_history.sources(r)[amax_history.TENSORS.index("g")],)}  # fmt: skip
-  tokens = spec.tokens_per_step if any(isinstance(s, Static) for s in of_g) else 0
+  is_compared = has_gradients and any(isinstance(s, Static) for s in of_g)
+  tokens = spec.tokens_per_step if is_compared else 0
   amaxes = read(path, site_tree.recipes_of(spec.sites()), tokens, spec.run.smooth_swiglu)
   states = [scaling_states_of(amaxes, spec.sites(phase=phase)) for phase in phases]
   if not any(states):

@@ -139,10 +139,11 @@ def load_weights(
     params, dtype = hf_weights.load_params(folder, spec.model, spec.run.layout, kept)
     params = peft.added(params, spec.init.adapters, spec.model, spec.run.layout)
     if spec.model.lora and has_frozen:  # adapters that start here, too
-      params = train_step.make_state(spec, params).params
+      begun = dataclasses.replace(spec, init=dataclasses.replace(spec.init, nudge=False))
+      params = train_step.make_state(begun, params).params
     states = {}
     if table and has_scales:
-      amaxes = calibration.load(spec, table)
+      amaxes = calibration.load(spec, table, has_gradients=False)
       states = calibration.scaling_states_of(amaxes, spec.sites(), spec.run.layout)
     return Loaded(spec, params, 0, states, {"hf": folder}, {}, dtype)
   params, step, meta = restore_params(spec, workdir)

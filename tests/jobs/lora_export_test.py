@@ -127,7 +127,8 @@ def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
   files = [pathlib.Path(f) / peft.WEIGHTS for f in (adapters, again)]
   assert files[0].read_bytes() == files[1].read_bytes()
   # Beside the base as training stores it: codes, unless model.lora.base says otherwise.
-  trained = debug_runs.spec(_config(folder, adapters, **{"weights.hf": folder}), "evaluate")
+  of_twin = {"weights.hf": folder, "init.nudge": True}  # which moves where training begins alone
+  trained = debug_runs.spec(_config(folder, adapters, **of_twin), "evaluate")
   harness.assert_trees_equal(restore.load_weights(trained, "run").params, state.params)
   scores = []
   for changes in (

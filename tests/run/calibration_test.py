@@ -143,6 +143,7 @@ def test_a_table_of_another_step_is_refused_where_its_ranges_are_others(tmp_path
     assert len(load("e4m3_static", made)) == len(rows)
   with pytest.raises(UserError, match=f"with {2 * tokens} tokens a step .* expected {tokens} here"):
     load("e4m3_static", {"tokens": 2 * tokens})
+  assert calibration.load(spec, str(path), has_gradients=False)  # an evaluation's
   assert load("tensor_delayed", {"tokens": 2 * tokens})  # its first step measures its own
   with pytest.raises(UserError, match="made with 'token' as precision.smooth_swiglu.* 'none' here"):
     load("e4m3_static", {"tokens": tokens, "smooth_swiglu": "token"})
