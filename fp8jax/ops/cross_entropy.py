@@ -202,6 +202,7 @@ def _added(sums, loss_BC, weights_BC, sources_BC, parts):
 def _bwd(static, residuals, g):
   is_frozen, g = static[2], g[0]
   dh_BLD, dhead, observed, logits_stats, site, logits_site = residuals
+  uses = None if site.uses is None else site.uses + 1
   return (
     (g * dh_BLD).astype(dh_BLD.dtype),
     None if is_frozen else g * dhead,
@@ -210,7 +211,7 @@ def _bwd(static, residuals, g):
     None,
     None,
     # The site observed the gradient of the sum over tokens, before the caller's factor.
-    dataclasses.replace(site, tap=observed, scaling_state=None, key=None),
+    dataclasses.replace(site, tap=observed, scaling_state=None, key=None, uses=uses),
     None if logits_site is None else dataclasses.replace(logits_site, tap=logits_stats),
   )
 

@@ -26,7 +26,8 @@ def dot(eqn: str, x, w, recipe: str | Recipe | Site, *, key=None, out_dtype=None
 
   It works under jit, grad, remat, scan, vmap and shard_map. The gradients are GEMMs of the recipe
   too. Under vmap every mapped element has scales of its own. A weight without the mapped axis then
-  gets the sum of the elements' gradients, as in JAX. FP8 saturates: an infinity in x becomes the
+  gets the sum of the elements' gradients, as in JAX. Scan over stacked Sites, one per pass:
+  `site.update` refuses one that a loop used again. FP8 saturates: an infinity in x becomes the
   largest number of its tile. A site observes that there was one.
 
   Args:

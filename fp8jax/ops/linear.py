@@ -278,7 +278,7 @@ def _multiply(specs, x, ws, taps, inputs):
 
 def _backward(specs, residuals, gs):
   dx, dws, taps = gradients(specs, residuals, gs)
-  return vjp_of_input(specs, residuals, dx), dws, taps, None
+  return vjp_of_input(specs, residuals, dx), dws, taps, site_checks.one_use(residuals.inputs)
 
 
 _multiply.defvjp(forward_with_residuals, _backward)

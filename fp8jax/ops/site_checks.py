@@ -1,9 +1,11 @@
 """Claims sites, and refuses, while tracing, what would silently add observations up.
 
-It cannot see: one site closed over by a loop's body, given to two rematerialized functions, or
-replicated into a `shard_map` with check_vma=False.
+No trace shows a site closed over by a loop's body, given to two rematerialized functions, or
+replicated into a `shard_map` with check_vma=False. So each product also adds 1 to the cotangent of
+`Site.uses`, and `site.update` refuses another number.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -86,7 +88,16 @@ def mark_used(specs: Sequence[GemmSpec], x, ws, sites: Sequence[Site]):
     site.claim()
   x, ws, inputs = vary_alike(x, tuple(ws), tuple(ScalingInputs.of(s) for s in sites))
   taps = (s.tap if p.is_observable else vary_alike(s.tap, x)[0] for p, s in zip(specs, sites))
+  inputs = tuple(dataclasses.replace(i, uses=s.uses) for i, s in zip(inputs, sites))
   return x, ws, tuple(taps), inputs
+
+
+def one_use(inputs: Sequence[ScalingInputs]):
+  """Cotangents of the inputs of products: each adds 1 to its site's `uses`."""
+  return tuple(
+    ScalingInputs(None, None, uses=None if i.uses is None else i.uses + 1)  # it is zero
+    for i in inputs
+  )
 
 
 def vary_alike(*trees):

@@ -68,7 +68,8 @@ def _bwd(static, saved, g):
   gate, up = second.input(specs[2].x_dtype).sources
   g_gate_up = prologue.silu_mul_gradients(dh, gate, up)
   dx, dws, taps = linear.gradients(specs[:2], first, g_gate_up)
-  return linear.vjp_of_input(specs[:2], first, dx), (*dws, *dw_down), (*taps, *taps_down), None
+  uses = site_checks.one_use((*first.inputs, *second.inputs))
+  return linear.vjp_of_input(specs[:2], first, dx), (*dws, *dw_down), (*taps, *taps_down), uses
 
 
 _swiglu_mlp.defvjp(_fwd, _bwd)

@@ -49,6 +49,7 @@ def _compare(ours, theirs, x, w, g, site):
   y, dx, dw, seen = run(x, w, site, g)
   for got, want in zip((y, dx, dw), run_plain(x, w, g)):
     np.testing.assert_array_equal(got, want)
+  np.testing.assert_array_equal(seen.uses, np.ones(site.uses.shape))
   return np.asarray(seen.tap)
 
 
@@ -148,6 +149,53 @@ def test_a_site_used_twice_in_one_trace_is_refused(rng):
   assert twice(x, site).shape == (16, 16)  # eagerly nobody observes
 
 
+def _in_a_loop(x, w, site):
+  return jax.lax.scan(lambda x, _: (dot_general(x, w, PLAIN, site), None), x, None, length=3)[0]
+
+
+def _rematerialized_thrice(x, w, site):
+  for _ in range(3):
+    x = jax.checkpoint(lambda x, site: dot_general(x, w, PLAIN, site))(x, site)
+  return x
+
+
+def _on_three_devices(x, w, site):
+  one = lambda x, site: dot_general(x, w, PLAIN, site)  # noqa: E731
+  of = jax.sharding.Mesh(jax.devices()[:3], "d")
+  return jax.shard_map(one, mesh=of, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=False)(
+    jnp.concatenate([x] * 3), site
+  )
+
+
+@pytest.mark.parametrize("use", [_in_a_loop, _rematerialized_thrice, _on_three_devices])
+def test_amaxes_that_were_added_up_are_no_scale(use):
+  """No trace shows that three products share the site: its observations say so."""
+  x, w = jnp.ones((16, 16)), jnp.eye(16)
+  loss = lambda site: use(x, w, site).sum()  # noqa: E731
+  site = _site("tensor_delayed", (1.0, 1.0, 1.0))
+  seen = jax.jit(jax.grad(loss))(site)
+  np.testing.assert_allclose(seen.tap.ravel(), 3 * np.ones(3), rtol=1e-6)
+  assert seen.uses == 3
+  with pytest.raises(ValueError, match="'dot' was used by 3 products.*Stack one site per pass"):
+    site_lib.update(site, seen)
+  state = jax.jit(site_lib.update)(site, seen).scaling_state
+  assert np.isnan(state.amax_3).all() and np.isnan(state.history_3H).all()
+  with pytest.raises(ValueError, match="'dot' was used by 3 products"):
+    site_lib.calibrate(site_lib.single("tensor_delayed"), loss)
+
+
+def test_microbatches_are_combined_and_not_added(rng):
+  """Two gradients of one site: `combine` has the larger amaxes, a sum is refused."""
+  w = lattice(rng, 16, 16)
+  site = _site("tensor_delayed")
+  of = jax.grad(lambda site, x: dot_general(x, w, PLAIN, site).sum())
+  parts = [of(site, jnp.full((16, 16), amax)) for amax in (2.0, 5.0)]
+  state = site_lib.update(site, site_lib.combine(*parts)).scaling_state
+  assert state.history_3H[0, :2].tolist() == [5.0, 7.0]
+  with pytest.raises(ValueError, match="gradients of microbatches were added: use site.combine"):
+    site_lib.update(site, jax.tree.map(jnp.add, *parts))
+
+
 # Specs of x [128, 128], w and y, and what each of eight devices holds of x and w.
 SPLITS = {
   "tokens": (P("data"), P(), P("data"), lambda t: np.split(t, 8), lambda t: [t] * 8),
@@ -172,8 +220,8 @@ def test_dot_general_inside_shard_map(rng, recipe, split, check_vma):
   x, g = lattice(rng, 128, 128), lattice(rng, 128, 16)
   w = lattice(rng, 128, 16)
   one = _site(recipe)
-  site = dataclasses.replace(one, tap=jnp.zeros((8, 3, 1)))
-  site_spec = dataclasses.replace(jax.tree.map(lambda _: P(), site), tap=P("data"))
+  site = dataclasses.replace(one, tap=jnp.zeros((8, 3, 1)), uses=jnp.zeros(8))
+  site_spec = dataclasses.replace(jax.tree.map(lambda _: P(), site), tap=P("data"), uses=P("data"))
 
   def on_devices(product, *specs):
     def local(x, w, *site):
@@ -186,7 +234,8 @@ def test_dot_general_inside_shard_map(rng, recipe, split, check_vma):
     )  # fmt: skip
 
   def ours(x, w, site):
-    return dot_general(x, w, PLAIN, dataclasses.replace(site, tap=site.tap[0]))
+    own = dataclasses.replace(site, tap=site.tap[0], uses=site.uses[0])
+    return dot_general(x, w, PLAIN, own)
 
   seen = _compare(
     on_devices(ours, site_spec),
