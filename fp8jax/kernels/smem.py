@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fp8jax.kernels.mosaic import plgpu
 
 # TMA writes shared memory from multiples of so many bytes on.
 ALIGNMENT = 128

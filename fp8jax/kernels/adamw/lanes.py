@@ -10,8 +10,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fp8jax.kernels.mosaic import plgpu
 from fp8jax.quantization import quantize, quantized_tensor, rounding
 from fp8jax.recipe.quant import DynamicRangeExpansion, SquareRoot
 

@@ -35,8 +35,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import BF16, E4M3, E5M2
 from fp8jax.kernels import smem
@@ -44,6 +42,7 @@ from fp8jax.kernels.adamw import lanes, reference
 from fp8jax.kernels.adamw.reference import AdamWHparams, StepScalars
 from fp8jax.kernels.device import Device
 from fp8jax.kernels.gemm import mosaic_sm90 as gemm
+from fp8jax.kernels.mosaic import pl, plgpu
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.recipe.quant import WHOLE, Rounding, Scale
 

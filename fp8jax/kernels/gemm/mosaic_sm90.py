@@ -20,14 +20,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.errors import UserError
 from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels import smem
 from fp8jax.kernels.gemm import tile_config, tile_program, xla_sm90
 from fp8jax.kernels.gemm.tile_config import BLOCK, CONSUMERS, Config
+from fp8jax.kernels.mosaic import pl, plgpu
 from fp8jax.quantization import scaled_matrix
 from fp8jax.quantization.scaled_matrix import Entry
 from fp8jax.recipe.gemm import Accumulate, accumulate_name

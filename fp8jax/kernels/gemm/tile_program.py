@@ -48,14 +48,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.kernels import smem
 from fp8jax.kernels.gemm import tile_config
 from fp8jax.kernels.gemm.tile_config import BLOCK, CONSUMERS, WGMMA_ROWS, Config
-
-_WGMMA = plgpu.Layout.WGMMA
+from fp8jax.kernels.mosaic import pl, plgpu
 
 
 class Global(NamedTuple):
@@ -326,7 +323,7 @@ class Program:
   def one_tile(self, shared: Shared, wg, tile, state: State) -> State:
     row, column = self.place(tile)
     width = self.chunks[0].stop
-    zero = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, width), jnp.float32), _WGMMA)
+    zero = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
     zeros = ((zero,) * len(self.chunks),) * (self.rows // WGMMA_ROWS)
 
     def store(d, totals):
@@ -406,7 +403,9 @@ class Program:
     new = []
     for number, (chunk, own) in enumerate(zip(self.chunks, total)):
       if number:
-        of_columns = plgpu.load(self.columns_of(shared, slot, chunk), layout=_WGMMA.reduce(0))
+        of_columns = plgpu.load(
+          self.columns_of(shared, slot, chunk), layout=plgpu.Layout.WGMMA.reduce(0)
+        )
       if is_last and number == len(total) - 1:
         if number:
           plgpu.commit_smem()  # as in `multiply`
@@ -424,11 +423,11 @@ class Program:
     # The tensor core is busy from here to the last line.
     if fetched is not None:
       fetched = self.fetch_inline(shared, wg, fetched)
-    of_rows = plgpu.load(shared.a_scale.at[slot, at], layout=_WGMMA.reduce(1))
+    of_rows = plgpu.load(shared.a_scale.at[slot, at], layout=plgpu.Layout.WGMMA.reduce(1))
     of_columns = None
     if self.per_column:
       first = self.columns_of(shared, slot, self.chunks[0])
-      of_columns = plgpu.load(first, layout=_WGMMA.reduce(0))
+      of_columns = plgpu.load(first, layout=plgpu.Layout.WGMMA.reduce(0))
     if not self.per_column or len(self.chunks) == 1:
       # TMA writes there next, and by another path than these loads take.
       plgpu.commit_smem()

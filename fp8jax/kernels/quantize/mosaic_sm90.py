@@ -28,11 +28,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels import smem
+from fp8jax.kernels.mosaic import pl, plgpu
 from fp8jax.kernels.quantize import prologues, tile_program
 from fp8jax.kernels.quantize.tile_program import TILE, Output, Program
 from fp8jax.kernels.smem import ROWS, padded

@@ -23,10 +23,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import Format
+from fp8jax.kernels.mosaic import pl, plgpu
 from fp8jax.kernels.quantize import prologues
 from fp8jax.kernels.smem import swizzled
 from fp8jax.quantization import quantize
@@ -41,7 +40,6 @@ CLIPS = "given"
 # exp(x) is the hardware's 2^(x * log2(e)): off by some |x| * 2^-23, of which BF16 keeps 2^-9.
 APPROX = True
 _ROWS = 64  # of what is in registers at one time
-_WGMMA = plgpu.Layout.WGMMA
 _ZERO = np.int32(-(2**31) + 0xFFFFFF)  # what a magnitude of 0 is in `_amax`
 
 
@@ -175,7 +173,7 @@ class Program:
     # Scales come first, amaxes last.
     view = tile if out.along == 1 else tile.transpose((1, 0))
     for at in self.halves():
-      x = plgpu.load(view.at[at], layout=_WGMMA).astype(jnp.float32)
+      x = plgpu.load(view.at[at], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
       if out.given is not None:
         inverse = 1.0 / self.given[out.given][0]
       else:
@@ -202,11 +200,13 @@ class Program:
     def piece(n, _):
       at = pl.ds(self.first() + n // per_half * _ROWS, _ROWS)
       columns = pl.ds(n % per_half * self.columns, self.columns)
-      operands = [plgpu.load(t.at[at, columns], layout=_WGMMA).astype(jnp.float32) for t in tiles]
+      operands = [
+        plgpu.load(t.at[at, columns], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for t in tiles
+      ]
       for axis, line in zip(self.producer.factors, factors):
         # Per row: as many as there are rows here, one for every column; or otherwise.
         line, layout = (line.at[at], 1) if axis == 0 else (line.at[columns], 0)
-        factor = plgpu.load(line, layout=_WGMMA.reduce(layout))
+        factor = plgpu.load(line, layout=plgpu.Layout.WGMMA.reduce(layout))
         operands.append(lax.broadcast_in_dim(factor, (_ROWS, self.columns), [axis]))
       for tile, result in zip(tiles, self.producer.function(*operands)):
         tile[at, columns] = result.astype(tile.dtype)
@@ -217,10 +217,10 @@ class Program:
   def amax_of_tile(self, x_smem, amaxes, barriers):
     """float32 [64], every element the amax of all 128x128."""
     for at in self.halves():
-      amaxes[at] = _amax(plgpu.load(x_smem.at[at], layout=_WGMMA).astype(jnp.float32))
+      amaxes[at] = _amax(plgpu.load(x_smem.at[at], layout=plgpu.Layout.WGMMA).astype(jnp.float32))
     self.meet(barriers)
     # Back as a row of 128, 64 times, of which every thread knows how to take the maximum.
-    row = plgpu.load(amaxes, layout=_WGMMA.reduce(0))
+    row = plgpu.load(amaxes, layout=plgpu.Layout.WGMMA.reduce(0))
     return jnp.max(lax.broadcast_in_dim(row, (_ROWS, TILE), [1]), axis=1)
 
 
