@@ -156,7 +156,12 @@ def _left_out(name: str, by, others, paired, used) -> list[str]:
     used: its origins, that of most pairs first.
   """
   elsewhere, notes = {seed for of in others.values() for seed in of}, []
-  for other in sorted(by.keys() - set(used)):
+  # Those of an arm that systems share belong to other comparisons.
+  if alone := by.keys() - others.keys():
+    runs = sum(len(by[other]) for other in alone)
+    of_them = f"{_counted(runs, 'run')} of {_counted(len(alone), 'origin')}"
+    notes.append(f"{name}: {of_them} without any of the other arm")
+  for other in sorted(by.keys() - set(used) - alone):
     notes.append(f"{name}, {_named(by[other])}: not paired, {_what_differs(other, used[0])}")
   for origin in used:
     for seed in sorted(by.get(origin, {}).keys()):
@@ -166,6 +171,10 @@ def _left_out(name: str, by, others, paired, used) -> list[str]:
         why = "arm's is of another origin" if seed in elsewhere else "arm has no such run"
         notes.append(f"{name}, seed {seed}: the other {why}")
   return notes
+
+
+def _counted(number: int, word: str) -> str:
+  return f"{number} {word}{'s' * (number > 1)}"
 
 
 def _named(seeds: Iterable[int]) -> str:

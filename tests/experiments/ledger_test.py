@@ -69,6 +69,13 @@ def test_seeds_without_a_partner_are_named_and_twins_make_the_floor():
   found.pop(5)  # seed 2 of x
   row = row_of(system, found)
   assert row.seeds == (0, 1, 3) and row.notes == ("bf16, seed 2: the other arm has no such run",)
+  # A baseline's runs for other comparisons are counted.
+  old = [
+    dataclasses.replace(r, origin={**ORIGIN, "commit": commit})
+    for r, commit in zip((r for r in found if r.run.recipe == "bf16"), "aab")
+  ]
+  note = "bf16: 3 runs of 2 origins without any of the other arm"
+  assert row_of(system, [*found, *old]).notes == (note, *row.notes)
   assert row.effect == pytest.approx(np.mean([expected[i] for i in row.seeds]))
   assert "| no twin | as claimed |" in ledger.markdown([row])
   # A note stands once, with its comparisons; so does a commit, with its CPUs.
