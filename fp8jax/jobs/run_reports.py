@@ -109,7 +109,7 @@ class RunReports:
     """Writes all scales before and after a refresh, for precision.calibration."""
     if jax.process_index() == 0:
       tables = (
-        calibration.of_states(sites, states, step=step, fingerprint=self._fingerprint)
+        calibration.of_states(self._spec, sites, states, step=step, fingerprint=self._fingerprint)
         for states in (before, after)
       )
       names = calibration.keep_refresh(self.workdir, step, *tables)

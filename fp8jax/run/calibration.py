@@ -70,8 +70,13 @@ def run(
         {"site": name, "tensor": tensor, "step": step, "data": fingerprint}
         | _of_tensor(recipe, tensor, statistics, spec.of(Calibrate), recipe == recipes[0][name])
       )
+  return _table(spec, rows, count, step, fingerprint)
+
+
+def _table(spec: TrainSpec, rows, batches: int, step: int, fingerprint: str) -> dict[str, Any]:
+  """Rows, with what their ranges depend on."""
   return {
-    "format": FORMAT, "batches": count, "step": step, "data": fingerprint,
+    "format": FORMAT, "batches": batches, "step": step, "data": fingerprint,
     "tokens": spec.tokens_per_step, "smooth_swiglu": spec.run.smooth_swiglu, "rows": rows,
   }  # fmt: skip
 
@@ -99,7 +104,9 @@ def _of_tensor(
   return row
 
 
-def of_states(sites, scaling_states, *, step: int, fingerprint: str) -> dict[str, Any]:
+def of_states(
+  spec: TrainSpec, sites, scaling_states, *, step: int, fingerprint: str
+) -> dict[str, Any]:
   """The table of the known scales of a state, which `load` brings back to the bit.
 
   A delayed scale begins with it as with a calibration: of its amax history the largest alone.
@@ -122,7 +129,7 @@ def of_states(sites, scaling_states, *, step: int, fingerprint: str) -> dict[str
          "recipe": site.recipe.name, "amax": float(amax), "scale": float(scale)}
         for layer, amax, scale in of_layers if np.isfinite(amax)
       ]  # fmt: skip
-  return {"format": FORMAT, "batches": 0, "step": step, "data": fingerprint, "rows": rows}
+  return _table(spec, rows, 0, step, fingerprint)
 
 
 def keep_refresh(workdir: str, step: int, before, after) -> dict[str, str]:
@@ -161,7 +168,7 @@ def read(
     tokens: of a step, where static scales of gradients start from the table: they are of the mean
       loss over a step's tokens. 0 does not compare them.
     smooth_swiglu: in which its ranges are needed; "" does not compare it. A table that states
-      neither was written by hand, or by a refresh of the same run.
+      neither was written by hand.
 
   Raises:
     UserError: not such a table, an amax that is no float32 number >= 0, rows that contradict

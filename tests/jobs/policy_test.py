@@ -305,7 +305,9 @@ def test_tables_of_a_refresh_bring_the_scales_before_back(tmp_path, monkeypatch)
     loaded[name] = calibration.scaling_states_of(calibration.load(spec, path), spec.sites())
     for site, state in loaded[name].items():
       np.testing.assert_array_equal(state.amax_3, wanted[site].amax_3, err_msg=site)
-  one = {(r["site"], r["tensor"]): r for r in json.loads(tables["step_3_before.json"])["rows"]}
+  table = json.loads(tables["step_3_before.json"])
+  assert (table["tokens"], table["smooth_swiglu"]) == (spec.tokens_per_step, "none")
+  one = {(r["site"], r["tensor"]): r for r in table["rows"]}
   amax = before["layers/mlp/up"].amax_3[0, 1]
   row = one["layers/0/mlp/up", "w"]
   assert row["amax"] == amax and row["scale"] == pytest.approx(2 * amax / 448, rel=1e-6)

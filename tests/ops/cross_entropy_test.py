@@ -1,6 +1,5 @@
 """Chunked cross-entropy against the textbook, and its promise about memory."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

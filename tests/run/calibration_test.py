@@ -127,8 +127,8 @@ def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_fr
 
 
 def test_a_table_of_another_step_is_refused_where_its_ranges_are_others(tmp_path):
-  """Gradients are of a mean over tokens, and Smooth-SwiGLU divides an input; a refresh's table, and
-  one made by hand, say neither."""
+  """Gradients are of a mean over tokens, and Smooth-SwiGLU divides an input; a table made by
+  hand says neither."""
   path = tmp_path / "t.json"
   rows = [{"site": f"layers/{i}/{m}", "tensor": t, "amax": 2.0}
           for i in range(3) for m in NAMES for t in "xwg"]  # fmt: skip
