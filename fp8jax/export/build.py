@@ -327,7 +327,7 @@ def _own_tokenizer(data: DataConfig) -> dict[str, Any]:
   is_folders = os.path.basename(file) == "tokenizer.json"  # else its neighbours are of another
   files = {**(write.tokenizer_files(os.path.dirname(file)) if is_folders else {})}
   files["tokenizer.json"] = file
-  if data.chat is not None and data.chat_template:
+  if data.chat_template:
     files[template.FILE] = os.path.expanduser(data.chat_template)
   return files
 

@@ -36,7 +36,7 @@ class Questions(batch_sharding.Batches):
 
   def __init__(self, spec: TrainSpec, prompts: list[rollout.Question]):
     super().__init__(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
-    self._prompts = prompts
+    self._prompts, self._ends = prompts, _stops(spec)
     order = grain.MapDataset.range(len(prompts)).shuffle(spec.seed % 2**32).repeat()
     self.iterator = iter(order.to_iter_dataset())
 
@@ -45,6 +45,15 @@ class Questions(batch_sharding.Batches):
 
   def __next__(self) -> rollout.Question:
     return self._prompts[int(next(self.iterator))]
+
+  def ends(self) -> list[int]:
+    """Tokens at which completions end, beside those of the weights that training starts from."""
+    return self._ends
+
+
+def _stops(spec: TrainSpec) -> list[int]:
+  tokenizer, names = spec.data.tokenizer, spec.of(Generate).stop_tokens
+  return [token for name in names if (token := tokenizer.token_id(name)) is not None]
 
 
 def questions(spec: TrainSpec) -> list[rollout.Question]:

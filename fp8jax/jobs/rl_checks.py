@@ -23,6 +23,11 @@ from fp8jax.step.train_spec import TrainSpec
 def problems_of_spec(spec: TrainSpec) -> list[str]:
   """The problems of a run's rl section with the rest, in words."""
   own, texts = spec.of(RL), _unread(spec)
+  if epochs := spec.flat["data.epochs"]:
+    texts.append(
+      f"data.epochs={epochs} with --job=rl, which does not train on data.sources; set steps, and "
+      "data.epochs=0"
+    )
   if own.loss == REWARD:
     return texts + rl_reward.problems_of_spec(spec)
   rule = own.objective
@@ -61,22 +66,39 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   return texts + (_pairs_problems if own.pairs else _rollout_problems)(spec)
 
 
-def _unread(spec: TrainSpec) -> list[str]:
-  """The keys that have been set and that a run with this loss does not read, in words."""
-  own = spec.of(RL)
-  because = ""
+def _read(own: RL) -> set[str]:
+  """The keys of rl that a run with this loss reads, from pairs or from completions that it draws.
+
+  Keys whose own refusals say more (_pairs_problems) are among them.
+  """
   if own.loss == REWARD:
-    names = ["tasks", "reward", "reward_model", "rollout", "reference", "kl"]
-  else:
-    has_beta, kl = OBJECTIVES[own.loss].beta > 0, own.objective.kl
-    because = f" and rl.kl={kl}"
-    names = ["eval_pairs"] + ["beta"] * (not has_beta) + ["reference"] * (not (has_beta or kl))
-  own_keys = {of.name: of.default for of in dataclasses.fields(own) if of.name in names}
-  texts = [
-    f"rl.{name}={getattr(own, name)!r} is not read with rl.loss={own.loss!r}"
-    + because * (name == "reference") + "; leave it out"
-    for name, default in own_keys.items() if getattr(own, name) != default
-  ]  # fmt: skip
+    return {"loss", "pairs", "eval_pairs"}
+  rule, names = own.objective, {"loss", "pairs", "tasks", "kl", "temperature"}
+  if not (own.pairs and OBJECTIVES[own.loss].beta):
+    names |= {"questions", "reward", "reward_model", "rollout", "overlong", "max_new_tokens"}
+    names |= {"prompts", "samples", "updates_per_rollout"}
+    names |= {"max_resampling"} if rule.drops_equal else set()
+  if OBJECTIVES[own.loss].beta:
+    names.add("beta")
+  elif not rule.keeps_best:
+    names |= {"clip_low", "clip_high", "most_correction"}
+  return names | ({"reference"} if rule.has_reference or "beta" in names else set())
+
+
+def _unread(spec: TrainSpec) -> list[str]:
+  """The keys that have been set and that such a run does not read, in words."""
+  own = spec.of(RL)
+  read, of_drawing, texts = _read(own), _read(dataclasses.replace(own, pairs="")), []
+  for of in dataclasses.fields(own):
+    value, name = getattr(own, of.name), of.name
+    if name not in read and value != of.default:
+      because = " and rl.pairs" * (name in of_drawing)
+      if name == "reference" and own.loss != REWARD:
+        because += f" and rl.kl={own.objective.kl}"
+      texts.append(
+        f"rl.{name}={value!r} is not read with rl.loss={own.loss!r}{because}; leave it out, or set "
+        f"its default, {of.default!r}"
+      )
   if own.loss == REWARD and (tasks := spec.of(Tasks).tasks):
     texts.append(
       f"eval.tasks={tasks!r} with rl.loss={REWARD!r}: a reward head answers nothing; name held-out "

@@ -29,6 +29,11 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
       f"eval.tokens={spec.eval.tokens}: a reward head has no loss of text; name held-out pairs as "
       "rl.eval_pairs, all of which evaluations rank, or set eval.tokens=0"
     )
+  if own.eval_pairs and not spec.eval.tokens:
+    texts.append(
+      f"rl.eval_pairs={own.eval_pairs!r} with eval.tokens=0, which turns evaluations off; set "
+      "eval.tokens=1, or leave it out"
+    )
   if spec.distill.weight:
     texts.append(f"distill.weight={spec.distill.weight}: a reward head has no logits; set it to 0")
   if jax.process_count() > 1:

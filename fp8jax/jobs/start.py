@@ -11,6 +11,7 @@ import rich.console
 
 from fp8jax import console as console_lib
 from fp8jax.config import resolve
+from fp8jax.data.chat import template
 from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import UserError
 from fp8jax.export import write
@@ -205,9 +206,9 @@ def _keep_files(spec: train_spec.TrainSpec, source: str, workdir: str, trained: 
       has_settings = os.path.exists(os.path.join(target, _SETTINGS))
       old = hf_config.read_json(target, _SETTINGS) if has_settings else {}
       provenance_lib.write_json(target, _SETTINGS, {**old, "eos_token_id": [*ends]})
-  if spec.data.chat is not None and spec.flat["data.chat_template"]:  # a file hides all others
-    with open(os.path.join(target, "chat_template.jinja"), "w", encoding="utf-8") as f:
-      f.write(spec.data.chat.template.text)
+  if given := spec.data.chat_template:  # a file hides all others
+    with open(os.path.join(target, template.FILE), "w", encoding="utf-8") as f:
+      f.write(template.ChatTemplate.load(tokenizer.path, given).text)
 
 
 def source(workdir: str) -> str:

@@ -31,12 +31,14 @@ class Feed:
     open: spec -> batches, as batch_sharding.TrainBatches.
     contents: {key: of what its files hold}, which a resumed run must have again.
     asks: whether eval.tasks are asked at every evaluation, also without a policy that reads them.
+    is_of_sources: whether it is what data.sources names.
   """
 
   fingerprint: str
   open: Callable[[train_spec.TrainSpec], Any]
   contents: dict[str, str] = dataclasses.field(default_factory=dict)
   asks: bool = False
+  is_of_sources: bool = False
 
 
 def texts(spec: train_spec.TrainSpec) -> Feed:
@@ -46,6 +48,7 @@ def texts(spec: train_spec.TrainSpec) -> Feed:
     lambda spec: batch_sharding.TrainBatches(
       spec.data, spec.run.layout, spec.microbatch, spec.grad_accum_steps
     ),
+    is_of_sources=True,
   )
 
 
@@ -100,7 +103,7 @@ def _train(
   table = calibration.load(spec, os.path.expanduser(path)) if path else None
   teacher = start_lib.teacher(spec, out)
   policies = policy_runner.PolicyRunner(spec, reports.actions, reports.refresh, teacher)
-  if spec.data.chat is not None:
+  if feed.is_of_sources and spec.data.chat is not None:
     start.print_chats(out, spec, spec.data.chat.samples_per_step)
   batches = feed.open(spec)
   now = make_state(policies, table, batches, out)

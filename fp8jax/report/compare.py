@@ -39,8 +39,8 @@ class EqualLoss:
   """The cost of the baseline's final training loss, as multiples of the baseline's own cost.
 
   Attributes:
-    target: the baseline's smoothed loss at the last step that both have, nats per token, the mean
-      over seeds.
+    target: the baseline's smoothed loss at the last step that both have, nats per token (per pair
+      of rl.pairs), the mean over seeds.
     tokens, seconds: mean multiples over the seeds that reach it; None where none does, or no time
       was logged.
     reached, seeds: how many seeds reach it, of how many.
@@ -107,11 +107,8 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
   if len(folders) < 2:
     raise UserError("a comparison needs at least two runs: --job=compare runs/A runs/B")
   runs = [files.read(folder) for folder in folders]
-  notes = [
-    f"{r.name}: {'diverged at its first step' if r.nonfinite else 'no training step yet'}, left out"
-    for r in runs if "loss" not in r.curves
-  ]  # fmt: skip
-  runs = [r for r in runs if "loss" in r.curves]
+  notes: list[str] = []
+  runs = _with_losses(runs, notes)
   config = arms.differing(runs)
   for r in runs:
     lost = int((~np.isfinite(r.curves["loss"].values)).sum())
@@ -148,6 +145,26 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
   return Comparison(
     baseline, tuple(members), tuple(rows), tuple(differences), tuple(equal), config, tuple(notes)
   )
+
+
+def _with_losses(runs: Sequence[RunFiles], notes: list[str]) -> list[RunFiles]:
+  """The runs whose losses are of data that others may have, too; of the rest a note says why not.
+
+  Raises:
+    UserError: every run learned from its own completions.
+  """
+  notes += [
+    f"{r.name}: {'diverged at its first step' if r.nonfinite else 'no training step yet'}, left out"
+    for r in runs if "loss" not in r.curves
+  ]  # fmt: skip
+  trained = [r for r in runs if "loss" in r.curves]
+  drawn = [r for r in trained if "rl/reward" in r.curves]
+  why = "learned from completions of its own, whose losses are no other run's"
+  remedy = "--job=report WORKDIR shows rewards and accuracies"
+  if drawn and len(drawn) == len(trained):
+    raise UserError(f"{drawn[0].name} {why}, as every other run here; {remedy}")
+  notes += [f"{r.name}: {why}, left out; {remedy}" for r in drawn]
+  return [r for r in trained if r not in drawn]
 
 
 # --- quantities ----------------------------------------------------------------------------------

@@ -80,7 +80,8 @@ def rows(sweep: Sweep, results: Results) -> list[list[str]]:
 def show(out: rich.console.Console, sweep: Sweep, results: Results):
   """Prints the table."""
   columns = ["arm", *sweep.keys, "held-out loss", "deviation over seeds", "finished", ""]
-  title = f"{sweep.config}: objectives in nats per token"
+  unit = " in nats per token" * all(trial.job == "train" for trial, _ in results)
+  title = f"{sweep.config}: objectives{unit}"
   out.print(console_lib.table(title, columns, rows(sweep, results)))
 
 

@@ -142,10 +142,10 @@ def test_a_run_without_a_folder_exports_the_tokenizer_that_it_learned_with(tmp_p
     (tmp_path / name).write_text("{}")
   (tmp_path / "mine.jinja").write_text("x")
 
-  def files(path, chat=None, chat_template=""):
+  def files(path, chat_template=""):
     tokenizer = Tokenizer(str(path))
     return build._own_tokenizer(
-      types.SimpleNamespace(tokenizer=tokenizer, chat=chat, chat_template=chat_template)
+      types.SimpleNamespace(tokenizer=tokenizer, chat_template=chat_template)
     )
 
   own = {name: str(tmp_path / name) for name in ("tokenizer.json", "tokenizer_config.json")}
@@ -153,5 +153,5 @@ def test_a_run_without_a_folder_exports_the_tokenizer_that_it_learned_with(tmp_p
   # Neighbours of a file of another name are of another tokenizer.
   assert files(tmp_path / "mine.json") == {"tokenizer.json": str(tmp_path / "mine.json")}
   template = str(tmp_path / "mine.jinja")
-  assert files(tmp_path, object(), template) == own | {"chat_template.jinja": template}
+  assert files(tmp_path, template) == own | {"chat_template.jinja": template}
   assert files("bytes") == {}

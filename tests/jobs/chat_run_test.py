@@ -113,6 +113,12 @@ def test_stage_without_a_checkpoint_or_of_another_model_is_refused(folder, tmp_p
     train.run(_spec(folder, **first, **{"init.step": 7}), str(tmp_path / "second"))
 
 
+def test_epochs_are_none_of_a_run_that_learns_from_its_own_completions(folder):
+  """They would count conversations that nothing trains on."""
+  with pytest.raises(ConfigError, match="data.epochs=1.0 with --job=rl, which does not train on"):
+    resolve.resolve(_config(folder), 1, choose.current_device(), needs=table.JOBS["rl"].needs)
+
+
 def _take(spec, other, workdir):
   """As a run does that begins with another's weights."""
   ends = batch_sharding.TrainBatches(spec.data, spec.run.layout, 1, 1).ends()

@@ -149,6 +149,10 @@ def test_rejection_learns_the_best_and_keeps_them_as_conversations(tmp_path, que
     ({"rl.tasks": "x.jsonl"}, "rl.pairs='p.jsonl' with rl.tasks='x.jsonl': a run learns from one"),
     ({"rl.beta": 0.0}, "rl.beta=0.0 must be positive"),
     ({"rl.kl": 0.1}, "rl.kl=0.1 with rl.loss='dpo', which has no such term"),
+    *(({f"rl.{name}": value}, f"rl.{name}=.* is not read with rl.loss='dpo' and rl.pairs; leave")
+      for name, value in (("rollout", "block_128"), ("reward", "r.py:f"), ("reward_model", "no"),
+                          ("prompts", 3), ("updates_per_rollout", 2), ("overlong", 9))),
+    ({"rl.clip_high": 0.3}, "rl.clip_high=0.3 is not read with rl.loss='dpo'; leave it out"),
     ({"rl.pairs": ""}, "names no question to learn from; .* or set rl.pairs"),
     ({}, "rl.loss='dpo' .*without a reference: weights are drawn at random"),
     ({**DRAWN, "rl.pairs": "", "rl.tasks": "x.jsonl", "global_batch": 6},

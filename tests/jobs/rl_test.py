@@ -5,6 +5,7 @@ import json
 import re
 import types
 
+import chats
 import harness
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import tokenizers
 
 from fp8jax.config import named
 from fp8jax.errors import ConfigError, UserError
+from fp8jax.generation import api
 from fp8jax.generation.stoppable import AskedToStop
-from fp8jax.jobs import calibrate, diagnose, rl, train
+from fp8jax.jobs import calibrate, diagnose, rl, start, train
 from fp8jax.ops import scaling, site_tree
 from fp8jax.ops.policy_gradient import OBJECTIVES
 from fp8jax.run import nonfinite, preemption
@@ -147,6 +149,25 @@ def test_a_mistake_is_said_once_and_in_its_own_words(questions):
   assert "rl.beta=0.0 must be positive" in text and "not read" not in text
 
 
+def test_a_policy_keeps_the_template_and_the_ends_that_it_learned_with(questions, tmp_path):
+  """Its questions are rendered by data.chat_template, and stop tokens end its completions."""
+  tuned, source = chats.write_model(tmp_path / "tuned", 1, 64), tmp_path / "before/hf_source"
+  source.mkdir(parents=True)
+  (source / "generation_config.json").write_text('{"eos_token_id": 5}')
+  (tmp_path / "mine.jinja").write_text(text := chats.TEMPLATE + "{# mine #}")
+  changes = {"data.tokenizer": str(tuned), "data.chat_template": str(tmp_path / "mine.jinja"),
+             "generate.stop_tokens": ("a", "b")}  # fmt: skip
+  spec = harness.text_spec("bf16", job="rl", **RL | questions | changes)
+  ends = rl.Questions(spec, [None]).ends()
+  assert ends == [spec.data.tokenizer.token_id(name) for name in "ab"]
+  start.take_source(spec, str(tmp_path / "before"), str(tmp_path / "run"), ends)
+  kept = str(tmp_path / "run/hf_source")
+  assert (tmp_path / "run/hf_source/chat_template.jinja").read_text() == text
+  assert sorted(api.end_ids(kept, spec.data.tokenizer)) == sorted(
+    {5, spec.data.tokenizer.eos_id, *ends}
+  )
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
@@ -183,6 +204,9 @@ def test_a_mistake_is_said_once_and_in_its_own_words(questions):
     ),
     ({"rl.eval_pairs": "p"}, "rl.eval_pairs='p' is not read with rl.loss='grpo'; leave it out"),
     ({"rl.beta": 0.7}, "rl.beta=0.7 is not read with rl.loss='grpo'; leave it out"),
+    ({"rl.max_resampling": 3}, "rl.max_resampling=3 is not read .* or set its default, 8"),
+    ({"rl.loss": "rejection", "rl.clip_low": 0.3}, "rl.clip_low=0.3 is not read with rl.loss='rej"),
+    ({"rl.loss": "rejection", "rl.most_correction": 0.0}, "rl.most_correction=0.0 is not read"),
     ({"rl.kl": None}, r"rl.kl=0.04 .*without a reference: weights are drawn at random"),
     ({"rl.kl": -0.1}, "rl.kl=-0.1 must be 0, no reference, or positive"),
     ({"rl.clip_low": 1.5}, "rl.clip_low=1.5 must be from 0 to 1"),

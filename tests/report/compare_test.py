@@ -229,6 +229,23 @@ def test_runs_that_cannot_be_paired_are_named(tmp_path):
     compare.compare(paths, "x")
 
 
+def test_losses_of_a_runs_own_completions_are_not_compared(tmp_path):
+  """An objective about zero: a worse one would be 50 % less than its baseline's."""
+  paths = folders(tmp_path, (0.1, 0.2))
+  for path in paths[2:]:
+    metrics = pathlib.Path(path, "metrics.jsonl")
+    first, rest = metrics.read_text().split("\n", 1)
+    row = {"step": 1, "rl/reward": 0.5}
+    metrics.write_text(f"{first}\n{json.dumps(row)}\n{rest}")
+  found = compare.compare(paths)
+  (row,) = (r for r in found.rows if r.quantity == "training")
+  assert row.estimate.by_seed == pytest.approx((0.1,))
+  notes = [note for note in found.notes if "completions of its own" in note]
+  assert [note.partition(":")[0] for note in notes] == ["bf16-1", "block_128-1"]
+  with pytest.raises(UserError, match="bf16-1 learned from completions of its own.*--job=report"):
+    compare.compare(paths[2:])
+
+
 def _runs(tmp_path, *rows):
   """Of (name, recipe, seed, percent above BASE, seconds of a step, changes)."""
   return [
