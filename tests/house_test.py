@@ -92,7 +92,8 @@ PLACES = {
   "environ": ("run/provenance.py", "compiled/aot.py", "run/machine.py", "data/encode.py"),
   "allow_pickle": (),
   "_src": (),  # JAX's private modules
-  **dict.fromkeys(("custom_jvp", "dot", "einsum", "matmul", "tensordot", "vdot"), ()),
+  "custom_jvp": ("ops/derivative.py",),
+  **dict.fromkeys(("dot", "einsum", "matmul", "tensordot", "vdot"), ()),
   "@": ("export/gate.py",),  # on the host, beside a client's products
 }
 LIBRARIES = ("jax", "jnp", "lax", "os")

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax.ops import site_checks
+from fp8jax.ops import derivative, site_checks
 from fp8jax.quantization import quantize as quantize_lib
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
@@ -32,7 +32,7 @@ def quantize(x, quant: Quant, *, axis: int = -1, amax=None, key=None) -> ScaledM
   Raises:
     ValueError: x is no matrix or is empty, axis is neither 0 nor 1, quant is not for a GEMM
       operand, or amax or key is missing or unwanted.
-    TypeError: x is no floating-point array, or quant is no Quant.
+    TypeError: x is no floating-point array, quant is no Quant, or x is differentiated.
 
   Source: OCP OFP8 v1.0, saturating conversion; fp8jax/quantization/quantize.py cites the scales'.
 
@@ -60,6 +60,10 @@ def quantize(x, quant: Quant, *, axis: int = -1, amax=None, key=None) -> ScaledM
     )
   if key is not None:
     site_checks.refuse_key(key)
+  x = derivative.refused(
+    jnp.asarray(x), "x is differentiated through fp8jax.quantize, and rounding has no derivative; "
+    "give it jax.lax.stop_gradient(x), or use fp8jax.dot, whose gradient passes straight through",
+  )  # fmt: skip
   quantized = quantize_lib.quantize(x, quant, contraction=axis % 2, amax=amax, key=key)
   return quantized if axis % 2 else quantized.T
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from fp8jax import axes
 from fp8jax.kernels.attention import few_queries, fixed_order, reference, tokamax_sm90
-from fp8jax.ops import collectives
+from fp8jax.ops import collectives, derivative
 from fp8jax.recipe.attention import Attention
 
 Implementation = Literal["xla", "cudnn", "tokamax", "fixed_order"]
@@ -199,7 +199,12 @@ def _emulated_forward(recipe, *args):
 def _emulated_backward(recipe, residuals, g_BLHK):
   q, k, v, segments, out = residuals
   dq, dk, dv = reference.backward(q, k, v, segments, out, g_BLHK, recipe)
-  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+  made = dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+  message = (
+    f"attention {recipe.name!r}: its gradients are differentiated, and the rounding in them has no "
+    "derivative; set precision.attention='wide'"
+  )
+  return *derivative.refused(made, message), None
 
 
 _emulated.defvjp(_emulated_forward, _emulated_backward)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fp8jax import axes
-from fp8jax.ops import collectives, gemm_spec, observe, products
+from fp8jax.ops import collectives, derivative, gemm_spec, observe, products, site_checks
 from fp8jax.ops.gemm_spec import Role
 from fp8jax.ops.site import ActivationSite, ScalingInputs, Site
 from fp8jax.ops.stored_params import Parts
@@ -202,16 +202,16 @@ def _added(sums, loss_BC, weights_BC, sources_BC, parts):
 def _bwd(static, residuals, g):
   is_frozen, g = static[2], g[0]
   dh_BLD, dhead, observed, logits_stats, site, logits_site = residuals
-  uses = None if site.uses is None else site.uses + 1
+  roots = site_checks.roots(site.roots, observed)
+  made = (g * dh_BLD).astype(dh_BLD.dtype), None if is_frozen else g * dhead
   return (
-    (g * dh_BLD).astype(dh_BLD.dtype),
-    None if is_frozen else g * dhead,
+    *derivative.once(made, ((site.name, site.recipe.is_quantized),)),
     None,
     None,
     None,
     None,
     # The site observed the gradient of the sum over tokens, before the caller's factor.
-    dataclasses.replace(site, tap=observed, scaling_state=None, key=None, uses=uses),
+    dataclasses.replace(site, tap=observed, scaling_state=None, key=None, roots=roots),
     None if logits_site is None else dataclasses.replace(logits_site, tap=logits_stats),
   )
 

@@ -46,7 +46,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax.ops import observe, operands, products, prologue, quantizer, site_checks, straight
+from fp8jax.ops import (
+  derivative,
+  observe,
+  operands,
+  products,
+  prologue,
+  quantizer,
+  site_checks,
+  straight,
+)
 from fp8jax.ops import residuals as residuals_lib
 from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role
 from fp8jax.ops.prologue import Prologue
@@ -278,7 +287,9 @@ def _multiply(specs, x, ws, taps, inputs):
 
 def _backward(specs, residuals, gs):
   dx, dws, taps = gradients(specs, residuals, gs)
-  return vjp_of_input(specs, residuals, dx), dws, taps, site_checks.one_use(residuals.inputs)
+  made = vjp_of_input(specs, residuals, dx), dws, taps
+  made = derivative.once(made, ((spec.name, spec.recipe.is_quantized) for spec in specs))
+  return *made, site_checks.of_roots(residuals.inputs, taps)
 
 
 _multiply.defvjp(forward_with_residuals, _backward)

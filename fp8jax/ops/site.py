@@ -7,7 +7,7 @@ differentiating the loss with respect to all taps returns the observations of al
 observations that nobody differentiates. `update` computes the next state from both.
 
 Rule: one site per GEMM call. A site used twice would add its observations. `Site.claim` refuses it
-while tracing; `update` and `calibrate` refuse what no trace shows, such as a loop, by `Site.uses`.
+while tracing; `update` and `calibrate` refuse what no trace shows, such as a loop, by `Site.roots`.
 """
 
 import dataclasses
@@ -57,8 +57,9 @@ class Site:
     scaling_state: scaling state of delayed and static scales; None if every scale is current.
     key: random key of this step, if the recipe rounds stochastically.
     joint_amax: float32 scalar that a product is lent (ops/joint.py).
-    uses: float32 scalar ([N] when stacked), zero. Its cotangent is the number of products of the
-      site. None where nobody counts: a model uses each of its sites once.
+    roots: float32 [3] ([N, 3] when stacked), zeros. Its cotangent is the square roots of the
+      amaxes, by which `update` sees that these were added up, averaged or scaled. None in models,
+      which use each of their sites once.
     name: path of the weight, e.g. "layers/mlp/up", or "layers/2-25/mlp/up" for some layers.
     layers: (first, one past the last) of the layers it is stacked over; () for one product.
     save: form in which the layer's input is a residual.
@@ -79,7 +80,7 @@ class Site:
   layers: tuple[int, ...] = dataclasses.field(default=(), metadata=dict(static=True))
   save: GemmInput = dataclasses.field(default=GemmInput.UNQUANTIZED, metadata=dict(static=True))
   joint_amax: Any = None
-  uses: Any = None
+  roots: Any = None
 
   @property
   def tensors(self) -> tuple[str, ...]:
@@ -121,13 +122,13 @@ class ScalingInputs:
     amax_3: float32 [3], amaxes of (x, w, g) that scales are made from; None if all are current.
     key: random key of stochastic rounding, None if nothing is rounded so.
     joint_amax: float32 scalar of all weights that multiply x; None if no scale is joint.
-    uses: of the site, which the backward pass counts (site_checks.one_use).
+    roots: of the site (site_checks.of_roots).
   """
 
   amax_3: jax.Array | None
   key: jax.Array | None
   joint_amax: Any = None
-  uses: Any = None
+  roots: Any = None
 
   @classmethod
   def of(cls, site: Site) -> "ScalingInputs":
@@ -180,13 +181,13 @@ def single(
   chosen = tuple(matmul if getattr(recipe, p).multiplies_codes else "xla" for p in PASSES)
   if matmul != "auto":  # which is decided at the dot; sizes are unknown here
     chosen = choose_backends(recipe, GemmSize(0, 0, 0), choose.current_device(), matmul)
-  return fresh(recipe, name, backends=chosen, save=save, uses=jnp.zeros((), jnp.float32))
+  return fresh(recipe, name, backends=chosen, save=save, roots=jnp.zeros(3, jnp.float32))
 
 
 def unobserved(recipe: Recipe, matmul: str = "auto", name: str = "dot", key=None) -> Site:
   """A `single` site without tensor statistics, so that it may be used again and under vmap."""
   site = single(recipe, matmul, name)
-  return dataclasses.replace(site, tap=np.zeros(site.tap.shape, np.float32), key=key, uses=None)
+  return dataclasses.replace(site, tap=np.zeros(site.tap.shape, np.float32), key=key, roots=None)
 
 
 def unwatched(site: Site, name: str) -> Site:
@@ -257,11 +258,12 @@ def update(sites, stats):
     stats: the gradient of the loss with respect to `sites`; of several microbatches, see `combine`.
 
   Returns:
-    The same tree. Sites with current scales are as they were. Of a site that a compiled step used
-    more than once, as the body of a loop does, the amaxes are a sum: its state is NaN from here on.
+    The same tree. Sites with current scales are as they were. Of a site whose amaxes were added up
+    (a loop used it again, microbatches were), averaged (pmean) or scaled (with a loss, by clipping)
+    the state is NaN from here on where this is compiled.
 
   Raises:
-    ValueError: outside jit, such a site.
+    ValueError: outside jit, of such a site.
 
   Source: Transformer Engine's DelayedScaling (arXiv:2209.05433 §5).
 
@@ -298,8 +300,8 @@ def combine(stats, other):
   """
 
   def one(a, b):
-    uses = None if a.uses is None else jnp.maximum(a.uses, b.uses)
-    return dataclasses.replace(a, tap=tensor_stats.combine(a.tap, b.tap), uses=uses)
+    roots = None if a.roots is None else tensor_stats.larger(a.roots, b.roots)
+    return dataclasses.replace(a, tap=tensor_stats.combine(a.tap, b.tap), roots=roots)
 
   return tree_map(one, stats, other)
 
@@ -346,26 +348,24 @@ def _with_states_of(make, sites, stats):
     if site.scaling_state is None:
       return site
     state = make(site, seen.tap[..., 0])
-    return dataclasses.replace(site, scaling_state=_of_one_use(site.name, state, seen.uses))
+    return dataclasses.replace(site, scaling_state=_of_one_product(site.name, state, seen))
 
   return tree_map(one, sites, stats)
 
 
-def _of_one_use(name: str, state: amax_history.ScalingState, uses):
-  """The state, NaN where `uses`, a number of products or None, says that amaxes were added up."""
-  if uses is None:
+def _of_one_product(name: str, state: amax_history.ScalingState, seen: Site):
+  """The state, NaN where the observation is not that of one product."""
+  if seen.roots is None:
     return state
-  is_sum = uses > 1
-  if not isinstance(uses, core.Tracer) and np.any(is_sum):
+  is_other = ~amax_history.are_of_one_product(seen.tap[..., 0], seen.roots)
+  if not isinstance(is_other, core.Tracer) and np.any(is_other):
     raise ValueError(
-      f"site {name!r} was used by {np.max(uses):g} products of one step: their amaxes were added "
-      "up. Stack one site per pass of a loop, or per device, and scan over the stack; if the "
-      "gradients of microbatches were added: use site.combine"
+      f"site {name!r}: its amaxes are not those of one product; they were added up, averaged or "
+      "scaled. Stack one site per pass of a loop, or per device, and scan over the stack; join "
+      "microbatches by site.combine and devices by jax.lax.pmax; leave sites out of loss scaling "
+      "and of gradient clipping"
     )
-  return jax.tree.map(
-    lambda leaf: jnp.where(jnp.expand_dims(is_sum, range(is_sum.ndim, leaf.ndim)), jnp.nan, leaf),
-    state,
-  )
+  return amax_history.unknown(state, is_other)
 
 
 def with_current_scales(sites):

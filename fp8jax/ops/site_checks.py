@@ -1,8 +1,9 @@
 """Claims sites, and refuses, while tracing, what would silently add observations up.
 
 No trace shows a site closed over by a loop's body, given to two rematerialized functions, or
-replicated into a `shard_map` with check_vma=False. So each product also adds 1 to the cotangent of
-`Site.uses`, and `site.update` refuses another number.
+replicated into a `shard_map` with check_vma=False; nor that a caller averages or scales gradients.
+So each product also gives the square roots of its amaxes, as the cotangent of `Site.roots`: a sum,
+an average or a multiple of both has other roots, and `site.update` refuses it.
 """
 
 import dataclasses
@@ -77,8 +78,8 @@ def refuse_sums(name: str, x, tap):
   if missing := sorted(_varying(x) - _varying(tap)):
     raise ValueError(
       f"site {name!r} is shared by devices along {', '.join(missing)} inside shard_map: "
-      "their observations would be added up. Give every device a tap of its own: stack taps "
-      f"[devices, *tap.shape] and split them with PartitionSpec({missing[0]!r})"
+      "their observations would be added up. Give every device its own: stack tap and roots, "
+      f"[devices, *shape], and split them with PartitionSpec({missing[0]!r})"
     )
 
 
@@ -88,16 +89,21 @@ def mark_used(specs: Sequence[GemmSpec], x, ws, sites: Sequence[Site]):
     site.claim()
   x, ws, inputs = vary_alike(x, tuple(ws), tuple(ScalingInputs.of(s) for s in sites))
   taps = (s.tap if p.is_observable else vary_alike(s.tap, x)[0] for p, s in zip(specs, sites))
-  inputs = tuple(dataclasses.replace(i, uses=s.uses) for i, s in zip(inputs, sites))
+  inputs = tuple(dataclasses.replace(i, roots=s.roots) for i, s in zip(inputs, sites))
   return x, ws, tuple(taps), inputs
 
 
-def one_use(inputs: Sequence[ScalingInputs]):
-  """Cotangents of the inputs of products: each adds 1 to its site's `uses`."""
+def of_roots(inputs: Sequence[ScalingInputs], taps):
+  """Cotangents of the inputs of products: of `Site.roots`. Args: taps: cotangents of the taps."""
   return tuple(
-    ScalingInputs(None, None, uses=None if i.uses is None else i.uses + 1)  # it is zero
-    for i in inputs
+    ScalingInputs(None, None, roots=roots(i.roots, tap))
+    for i, tap in zip(inputs, taps, strict=True)
   )
+
+
+def roots(of, tap):
+  """float32 [3]: the cotangent of `Site.roots`; None where it is None."""
+  return None if of is None else jnp.sqrt(tap[..., 0])
 
 
 def vary_alike(*trees):

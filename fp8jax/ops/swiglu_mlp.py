@@ -9,7 +9,17 @@ import functools
 
 import jax
 
-from fp8jax.ops import dots, gemm_spec, joint, linear, operands, prologue, residuals, site_checks
+from fp8jax.ops import (
+  derivative,
+  dots,
+  gemm_spec,
+  joint,
+  linear,
+  operands,
+  prologue,
+  residuals,
+  site_checks,
+)
 from fp8jax.ops.gemm_spec import BOTH_OF_G
 from fp8jax.recipe.quant import Quant
 
@@ -68,8 +78,10 @@ def _bwd(static, saved, g):
   gate, up = second.input(specs[2].x_dtype).sources
   g_gate_up = prologue.silu_mul_gradients(dh, gate, up)
   dx, dws, taps = linear.gradients(specs[:2], first, g_gate_up)
-  uses = site_checks.one_use((*first.inputs, *second.inputs))
-  return linear.vjp_of_input(specs[:2], first, dx), (*dws, *dw_down), (*taps, *taps_down), uses
+  taps = *taps, *taps_down
+  roots = site_checks.of_roots((*first.inputs, *second.inputs), taps)
+  made = linear.vjp_of_input(specs[:2], first, dx), (*dws, *dw_down), taps
+  return *derivative.once(made, ((s.name, s.recipe.is_quantized) for s in specs)), roots
 
 
 _swiglu_mlp.defvjp(_fwd, _bwd)

@@ -81,3 +81,22 @@ def update(state: ScalingState, amax_3, recipe: Recipe) -> ScalingState:
       old = jnp.where(new > 0, new, old)
     amaxes.append(old)
   return ScalingState(jnp.stack(amaxes, axis=-1), history)
+
+
+# So much may roots differ: those of an average of amaxes within 1 % of each other do.
+_ROUNDING = 1e-5
+
+
+def are_of_one_product(amax_3, roots_3):
+  """bool [...]: whether amaxes [..., 3] have these square roots, which sums, averages and multiples
+  of both have not."""
+  is_other = jnp.abs(jnp.sqrt(amax_3) - roots_3) > _ROUNDING * roots_3
+  return ~(is_other & jnp.isfinite(amax_3)).any(-1)
+
+
+def unknown(state: ScalingState, where) -> ScalingState:
+  """The state, NaN where bool [...] `where` is true: every product computed with it is NaN."""
+  of = lambda leaf: jnp.expand_dims(where, range(where.ndim, leaf.ndim))  # noqa: E731
+  return ScalingState(
+    *(jnp.where(of(leaf), jnp.nan, leaf) for leaf in (state.amax_3, state.history_3H))
+  )

@@ -127,11 +127,11 @@ def _count(mask):
 def combine(a, b):
   """Statistics of two parts [..., S] -> those of the whole; S is QUIET or LOUD."""
   return jnp.concatenate(
-    [_maximum(a[..., :_MAXIMA], b[..., :_MAXIMA]), a[..., _MAXIMA:] + b[..., _MAXIMA:]], axis=-1
+    [larger(a[..., :_MAXIMA], b[..., :_MAXIMA]), a[..., _MAXIMA:] + b[..., _MAXIMA:]], axis=-1
   )
 
 
-def _maximum(a, b):
+def larger(a, b):
   """Elementwise, NaN if either is NaN."""
   return jnp.where(jnp.isnan(a) | jnp.isnan(b), jnp.nan, jnp.maximum(a, b))
 

@@ -140,7 +140,7 @@ def _seen(site, h, head, targets, weights, scale=1.0):
     return scale * cross_entropy(h, head, "BLD,DV->BLV", targets, weights, site, 16)
 
   seen = jax.jit(jax.grad(loss))(site)
-  assert seen.uses == 1  # all chunks are one use
+  np.testing.assert_allclose(seen.roots, np.sqrt(seen.tap[:, 0]), rtol=1e-6)
   return np.asarray(seen.tap)
 
 
@@ -157,6 +157,17 @@ def test_observation_is_of_what_is_made_narrow(rng):
   np.testing.assert_array_equal(
     _seen(site_lib.single("block_128"), h, head, targets, weights, scale=0.125), one
   )
+
+
+def test_a_gradient_of_its_rounding_is_refused(rng):
+  h, head, targets, weights = map(jnp.asarray, _inputs(rng))
+
+  def penalty(head):
+    args = "BLD,DV->BLV", targets, weights, site_lib.single("block_128"), 16
+    return (jax.grad(lambda h: cross_entropy(h, head, *args))(h) ** 2).sum()
+
+  with pytest.raises(TypeError, match="site 'dot': its gradients are differentiated"):
+    jax.jit(jax.grad(penalty))(head)
 
 
 def test_cross_entropy_sees_nan(rng):

@@ -10,9 +10,12 @@ from jax.sharding import PartitionSpec
 from lattice import lattice
 
 from fp8jax import axes, mesh
+from fp8jax.formats import E4M3
+from fp8jax.ops import api
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dots import dot, dot_general
 from fp8jax.quantization import amax_history
+from fp8jax.recipe.quant import Quant
 
 BATCHED = (((2,), (1,)), ((0,), (0,)))
 PLAIN = (((1,), (0,)), ((), ()))
@@ -49,7 +52,7 @@ def _compare(ours, theirs, x, w, g, site):
   y, dx, dw, seen = run(x, w, site, g)
   for got, want in zip((y, dx, dw), run_plain(x, w, g)):
     np.testing.assert_array_equal(got, want)
-  np.testing.assert_array_equal(seen.uses, np.ones(site.uses.shape))
+  np.testing.assert_allclose(seen.roots, np.sqrt(seen.tap[..., 0]), rtol=1e-6)
   return np.asarray(seen.tap)
 
 
@@ -175,25 +178,37 @@ def test_amaxes_that_were_added_up_are_no_scale(use):
   site = _site("tensor_delayed", (1.0, 1.0, 1.0))
   seen = jax.jit(jax.grad(loss))(site)
   np.testing.assert_allclose(seen.tap.ravel(), 3 * np.ones(3), rtol=1e-6)
-  assert seen.uses == 3
-  with pytest.raises(ValueError, match="'dot' was used by 3 products.*Stack one site per pass"):
+  with pytest.raises(
+    ValueError, match="'dot': its amaxes are not those of one product.*Stack one site"
+  ):
     site_lib.update(site, seen)
   state = jax.jit(site_lib.update)(site, seen).scaling_state
   assert np.isnan(state.amax_3).all() and np.isnan(state.history_3H).all()
-  with pytest.raises(ValueError, match="'dot' was used by 3 products"):
+  with pytest.raises(ValueError, match="'dot': its amaxes are not those"):
     site_lib.calibrate(site_lib.single("tensor_delayed"), loss)
 
 
-def test_microbatches_are_combined_and_not_added(rng):
-  """Two gradients of one site: `combine` has the larger amaxes, a sum is refused."""
+OTHERS = {
+  "a sum": lambda *parts: jax.tree.map(jnp.add, *parts),
+  "an average": lambda *parts: jax.tree.map(lambda a, b: (a + b) / 2, *parts),
+  "of a scaled loss": lambda part, _: jax.tree.map(lambda a: a / 1024, part),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS.values(), ids=OTHERS)
+def test_microbatches_are_combined_and_nothing_else(rng, how):
+  """Two gradients of one site: `combine` has the larger amaxes."""
   w = lattice(rng, 16, 16)
   site = _site("tensor_delayed")
   of = jax.grad(lambda site, x: dot_general(x, w, PLAIN, site).sum())
   parts = [of(site, jnp.full((16, 16), amax)) for amax in (2.0, 5.0)]
   state = site_lib.update(site, site_lib.combine(*parts)).scaling_state
   assert state.history_3H[0, :2].tolist() == [5.0, 7.0]
-  with pytest.raises(ValueError, match="gradients of microbatches were added: use site.combine"):
-    site_lib.update(site, jax.tree.map(jnp.add, *parts))
+  with pytest.raises(ValueError, match="site.combine and devices by jax.lax.pmax; leave sites out"):
+    site_lib.update(site, how(*parts))
+  # A nonfinite amax is that of one product: the history waits for another.
+  seen = site_lib.combine(parts[0], of(site, jnp.full((16, 16), jnp.inf)))
+  assert site_lib.update(site, seen).scaling_state.history_3H[0, :2].tolist() == [0.0, 7.0]
 
 
 # Specs of x [128, 128], w and y, and what each of eight devices holds of x and w.
@@ -220,8 +235,8 @@ def test_dot_general_inside_shard_map(rng, recipe, split, check_vma):
   x, g = lattice(rng, 128, 128), lattice(rng, 128, 16)
   w = lattice(rng, 128, 16)
   one = _site(recipe)
-  site = dataclasses.replace(one, tap=jnp.zeros((8, 3, 1)), uses=jnp.zeros(8))
-  site_spec = dataclasses.replace(jax.tree.map(lambda _: P(), site), tap=P("data"), uses=P("data"))
+  site = dataclasses.replace(one, tap=jnp.zeros((8, 3, 1)), roots=jnp.zeros((8, 3)))
+  site_spec = dataclasses.replace(jax.tree.map(lambda _: P(), site), tap=P("data"), roots=P("data"))
 
   def on_devices(product, *specs):
     def local(x, w, *site):
@@ -234,7 +249,7 @@ def test_dot_general_inside_shard_map(rng, recipe, split, check_vma):
     )  # fmt: skip
 
   def ours(x, w, site):
-    own = dataclasses.replace(site, tap=site.tap[0], uses=site.uses[0])
+    own = dataclasses.replace(site, tap=site.tap[0], roots=site.roots[0])
     return dot_general(x, w, PLAIN, own)
 
   seen = _compare(
@@ -297,3 +312,24 @@ def test_a_manual_layout_scales_by_the_whole_tensor(rng):
 def test_dot_general_refuses_by_name(lhs, rhs, numbers, message):
   with pytest.raises(ValueError, match=message):
     dot_general(jnp.zeros(lhs), jnp.zeros(rhs), numbers, site_lib.single("block_128"))
+
+
+def test_a_gradient_of_rounding_is_refused_and_one_of_the_compute_dtype_exact(rng):
+  """Of a gradient penalty: with y = x w and the loss sum(c y), it is |c w'|^2, and 2 w c'c."""
+  x, w, c = lattice(rng, 16, 8), lattice(rng, 8, 4), lattice(rng, 16, 4)
+
+  def penalty(w, recipe):
+    loss = lambda x: (c * dot("TD,DF->TF", x, w, recipe)).sum()  # noqa: E731
+    return (jax.grad(loss)(jnp.asarray(x)) ** 2).sum()
+
+  np.testing.assert_array_equal(jax.grad(penalty)(jnp.asarray(w), "bf16"), 2 * w @ c.T @ c)
+  for recipe in ("block_128", "mxfp8"):
+    with pytest.raises(TypeError, match="'dot': its gradients are differentiated.*recipe 'bf16'"):
+      jax.jit(jax.grad(penalty), static_argnums=1)(w, recipe)
+
+  def through(x):
+    return api.dequantize(api.quantize(x, Quant(E4M3, tile=(1, 8)))).sum()
+
+  with pytest.raises(TypeError, match="x is differentiated .* give it jax.lax.stop_gradient"):
+    jax.grad(through)(jnp.asarray(x))
+  np.testing.assert_array_equal(jax.grad(lambda x: through(jax.lax.stop_gradient(x)))(x), 0 * x)
