@@ -23,10 +23,12 @@ from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 from fp8jax.recipe.quant import Quant, Rounding
 
+_LARGE = 4096  # as in torchao
+
 
 def is_large(params):
-  """Default of StorageMask.quantized: matrices of 4096 elements and more, as in torchao."""
-  return jax.tree.map(lambda p: p.ndim >= 2 and p.size >= 4096, params)
+  """Default of StorageMask.quantized: matrices of 4096 elements and more."""
+  return jax.tree.map(lambda p: p.ndim >= 2 and p.size >= _LARGE, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ def scale_by_adam(
   Args:
     b1, b2, eps, eps_root: as in Optax.
     moment_format: a name of `storage.moments`, e.g. "coat" (2.08 bytes per parameter for both); or
-      a Moments(mu, nu) of two Quants, where None is float32. "float32" is Optax's own.
+      a Moments(mu, nu) of two Quants, where None is float32, of 16-bit parameters too.
     mask: which parameters; by default matrices of 4096 elements and more.
     seed: of stochastic rounding; random bits depend on it, the step and the place in the tree.
 
@@ -89,7 +91,7 @@ def scale_by_adam(
   for name, value in (("eps", eps), ("eps_root", eps_root)):
     if not isinstance(value, core.Tracer) and not 0 <= value < math.inf:
       raise ValueError(f"{name} is {value}; it must be finite and not negative")
-  adam = optax.scale_by_adam(b1, b2, eps, eps_root)
+  adam = _in_float32(optax.scale_by_adam(b1, b2, eps, eps_root))
   return stored(adam, _moments(moment_format), {"mu": b1, "nu": b2}, mask=mask, seed=seed)
 
 
@@ -139,7 +141,8 @@ def quantized_state(
   more, alone or in chain, masked, multi_transform or inject_hyperparams) the moments of large
   parameters become QuantizedTensors. `update` makes them float32, calls the transformation and
   quantizes them again. Counts, scalars, factored vectors and the moments of small parameters stay
-  as they are. The state is a tree of arrays, for jit, scan and checkpoints; see `shardings`.
+  as they are, float32 for parameters of 16 bits. The state is a tree of arrays, for jit, scan and
+  checkpoints; see `shardings`.
 
   Args:
     transformation: with moments that it replaces in every update. optax.MultiSteps and
@@ -184,7 +187,28 @@ def quantized_state(
     _refuse(formats, {"mu": 1 - 1e-9, "nu": 1 - 1e-9, **decays})
   except ValueError as e:
     raise ValueError(f"{e} (or say how fast it decays: decays={{'mu': 0.9, 'nu': 0.95}})") from None
+  if any(formats.values()):
+    transformation = _in_float32(transformation)
   return _stored(transformation, formats, fields, mask, seed, _packed)
+
+
+def _in_float32(transformation) -> optax.GradientTransformationExtraArgs:
+  """The transformation, with float32 in place of 16-bit parameters and gradients.
+
+  Optax gives moments the parameter's dtype. A second moment in BF16 stays where it is, and one of
+  squares in float16 is 0.
+  """
+  inner = optax.with_extra_args_support(transformation)
+
+  def wide(tree):
+    is_narrow = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_narrow(x) else x, tree)
+
+  def update(updates, state, params=None, **rest):
+    made, state = inner.update(wide(updates), state, params, **rest)
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), made, updates), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: inner.init(wide(params)), update)
 
 
 def stored(
@@ -262,6 +286,8 @@ def _stored(transformation, formats, fields, mask: StorageMask, seed: int, first
         for field in node._fields:
           below, part = functools.partial(walk, where=f"{name}.{field}"), getattr(node, field)
           if field in known:
+            if formats.get(known[field]) and mask.quantized is is_large:
+              _refuse_flat(f"{name}.{field}", part, params)
             parts[field] = _each(part, formats.get(known[field]), mask, first)
           else:
             parts[field] = jax.tree.map(below, part, is_leaf=_is_state)
@@ -290,6 +316,17 @@ def _stored(transformation, formats, fields, mask: StorageMask, seed: int, first
     return updates, QuantizedState(count, structure.unflatten(kept))
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _refuse_flat(where: str, part, params):
+  """Raises ValueError for a moment of parameters that were joined to a vector: none is large."""
+  shapes = {jnp.shape(x) for x in jax.tree.leaves(params)}
+  for x in jax.tree.leaves(part):
+    if jnp.ndim(x) == 1 and jnp.size(x) >= _LARGE and jnp.shape(x) not in shapes:
+      raise ValueError(
+        f"{where} is a vector of {jnp.size(x)} elements, and no parameter is: it would stay in "
+        "float32. Leave optax.flatten out, or set mask=StorageMask(quantized=True)"
+      )
 
 
 def _moments(moment_format: str | Moments) -> Moments:

@@ -8,7 +8,7 @@ The codes have the tensor's shape, so that they are split over a mesh like it. A
 
 Source: group scaling of optimizer states: COAT (arXiv:2410.19313 §4), whose groups run through the
 flattened tensor; ours end with a row, so that they can be split like it.
-Assumes: nothing about x; what is NaN stays NaN. float32 subnormals count as 0.
+Assumes: nothing about x; what is NaN stays NaN. float32 subnormals count as 0. Infinity saturates.
 """
 
 import dataclasses
@@ -33,6 +33,8 @@ from fp8jax.recipe.quant import (
   SquareRoot,
 )
 
+# The largest number that an infinity is stored as: it saturates.
+MOST = np.finfo(np.float32).max
 # Of DynamicRangeExpansion's exponents: k = power / _POWERS.
 _POWERS = 16
 # Scales of which a byte says everything.
@@ -130,6 +132,8 @@ def pack(
     values = np.float32(quant.format.max) * _power(ratio, exponent[..., None])
     values = jnp.copysign(values, groups)
   else:
+    # Of a group with an infinity, too: 1 would be its scale, and the infinity 448 from then on.
+    amax = jnp.minimum(amax, MOST)
     scale, power = quantize.amax_to_scale(amax, quant.format, quant.scale), None
     scale = scale if autoscale is None else jnp.maximum(scale / autoscale, np.float32(2.0**-126))
     values = groups * (1.0 / scale)[..., None]

@@ -190,6 +190,42 @@ def test_stochastic_rounding_is_right_in_the_mean(rng):
   assert np.any(np.asarray(_unpacked(other))[0] != codes[0])
 
 
+@pytest.mark.parametrize("moment_format", ["float32", "coat"])
+def test_moments_of_16_bit_parameters_are_float32(moment_format):
+  """In BF16 the second moment would stay at 0.196; a square of float16 would be 0."""
+  tx, b2 = fp8jax.scale_by_adam(moment_format=moment_format), 0.999
+  params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
+
+  def step(state, g):
+    updates, state = tx.update(jax.tree.map(lambda p: jnp.full_like(p, g), params), state)
+    return state, updates["b"][0]
+
+  g = jnp.where(jnp.arange(1700) < 200, 1.0, 0.01)
+  state, updates = jax.jit(lambda s: jax.lax.scan(step, s, g))(tx.init(params))
+  nu = state.nu["b"]
+  small = float(jnp.bfloat16(0.01)) ** 2
+  want = b2**1500 * (1 - b2**200) + (1 - b2**1500) * small
+  assert nu.dtype == jnp.float32 and updates.dtype == jnp.bfloat16
+  np.testing.assert_allclose(nu, want, rtol=1e-4)
+  half = {"b": jnp.ones(4, jnp.float16)}
+  updates, _ = tx.update(jax.tree.map(lambda p: 1e-4 * p, half), tx.init(half))
+  np.testing.assert_allclose(updates["b"], 1, rtol=2e-3)  # eps is 1e-8 of 1e-4
+
+
+@pytest.mark.parametrize("moment_format", ["e4m3_256", "sqrt_v", "tensor_e4m3_e5m2"])
+def test_a_second_moment_that_overflows_moves_its_parameter_less_and_no_other_one_more(
+  moment_format,
+):
+  """Of a gradient of 1e20 the square is infinite, and the first moment 1e19."""
+  tx = fp8jax.scale_by_adam(moment_format=moment_format)
+  g = jnp.full((64, 256), 0.01)
+  state, update = tx.init({"w": g}), jax.jit(tx.update)
+  for big in (0.01, 0.01, 1e20):
+    _, state = update({"w": g.at[3, 7].set(big)}, state)
+  updates, _ = update({"w": g}, state)
+  assert np.abs(updates["w"]).max() <= 1
+
+
 def test_wrappers_belong_around_it(rng):
   """MultiSteps of two equal gradients is the step of one; a NaN leaves the codes as they are."""
   tx = fp8jax.quantized_state(optax.adam(1e-2), "tensor_e4m3_e5m2")
@@ -209,6 +245,7 @@ def test_wrappers_belong_around_it(rng):
   [
     (lambda: contrib.schedule_free_adamw(1e-3), r'ScheduleFreeState.z .*fields={"z": ...}, None'),
     (lambda: optax.rmsprop(1e-3, centered=True), r"ScaleByRStdDev\w*State.mu has an array"),
+    (lambda: optax.flatten(optax.adam(1e-3)), "ScaleByAdamState.mu is a vector of .* no parameter"),
     (lambda: optax.adagrad(1e-3), "ScaleByRssState.sum_of_squares has an array"),
     (lambda: optax.MultiSteps(optax.adam(1e-3), 2), "optax.MultiSteps.quantized_state.tx., 2."),
     (lambda: optax.apply_if_finite(optax.adam(1e-3), 2), "leaves the state inside as it is"),

@@ -64,7 +64,9 @@ def pack(x, stored, at):
       exponent = power.astype(jnp.float32) * (1 / _POWERS)
       x = _signed(np.float32(quant.format.max) * _power(ratio, _broadcast(exponent, x)), x)
     else:
-      scale = quantize.amax_to_scale(amax, quant.format, quant.scale)
+      scale = quantize.amax_to_scale(
+        jnp.minimum(amax, quantized_tensor.MOST), quant.format, quant.scale
+      )
       x = x * _broadcast(1.0 / scale, x)
     at(stored.scale)[...] = scale
   if quant.keeps_nonzero:
