@@ -141,8 +141,7 @@ def quantized_state(
   more, alone or in chain, masked, multi_transform or inject_hyperparams) the moments of large
   parameters become QuantizedTensors. `update` makes them float32, calls the transformation and
   quantizes them again. Counts, scalars, factored vectors and the moments of small parameters stay
-  as they are, float32 for parameters of 16 bits. The state is a tree of arrays, for jit, scan and
-  checkpoints; see `shardings`.
+  as they are, in float32. The state is a tree of arrays, for jit and checkpoints; see `shardings`.
 
   Args:
     transformation: with moments that it replaces in every update. optax.MultiSteps and
@@ -187,9 +186,8 @@ def quantized_state(
     _refuse(formats, {"mu": 1 - 1e-9, "nu": 1 - 1e-9, **decays})
   except ValueError as e:
     raise ValueError(f"{e} (or say how fast it decays: decays={{'mu': 0.9, 'nu': 0.95}})") from None
-  if any(formats.values()):
-    transformation = _in_float32(transformation)
-  return _stored(transformation, formats, fields, mask, seed, _packed)
+  wide = _in_float32(transformation) if any(formats.values()) else transformation
+  return _stored(wide, formats, fields, mask, seed, _packed)
 
 
 def _in_float32(transformation) -> optax.GradientTransformationExtraArgs:
