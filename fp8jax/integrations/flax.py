@@ -235,6 +235,11 @@ def nnx_update(model: nnx.Module, gradient: nnx.State) -> nnx.State:
     gradient: with respect to nnx.DiffState(0, nnx.Any(nnx.Param, Fp8)).
   """
   seen, rest = nnx.split_state(gradient, Fp8, ...)
+  if not jax.tree.leaves(seen) and jax.tree.leaves(nnx.state(model, Fp8)):
+    raise ValueError(
+      "the gradient has no observations of the model's Fp8 sites: take it with respect to "
+      "nnx.DiffState(0, nnx.Any(nnx.Param, Fp8))"
+    )
   nnx.update(model, site_lib.update(nnx.state(model, Fp8), seen))
   return rest
 

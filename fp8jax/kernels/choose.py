@@ -216,6 +216,27 @@ def gemm_backends(problem: GemmProblem) -> list[str]:
   return [name for name, b in backends if b.supports(problem) is None and b.num_dots(problem)]
 
 
+@dataclasses.dataclass(frozen=True)
+class GemmSize:
+  """Global sizes of a linear layer's forward GEMM: tokens x produced x contracted."""
+
+  tokens: int
+  produced: int
+  contracted: int
+
+  def of(self, which: str) -> tuple[int, int, int]:
+    """(M, N, K) of one of the three GEMMs."""
+    t, p, c = self.tokens, self.produced, self.contracted
+    return {"fwd": (t, p, c), "dgrad": (t, c, p), "wgrad": (c, p, t)}[which]
+
+
+def backends(recipe: Recipe, size: GemmSize, device: Device, matmul: str) -> tuple[str, ...]:
+  """Backends of (fwd, dgrad, wgrad); raises as `gemm`."""
+  return tuple(
+    gemm(GemmProblem(*size.of(p), getattr(recipe, p), device), matmul).backend for p in PASSES
+  )
+
+
 def grouped_gemm(problem: GemmProblem, wanted: str = "auto") -> Choice | Refusal:
   """The backend of a grouped GEMM (kernels/gemm/grouped.py).
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import core
 
 from fp8jax.ops import derivative, site_checks
 from fp8jax.quantization import quantize as quantize_lib
@@ -21,9 +22,9 @@ def quantize(x, quant: Quant, *, axis: int = -1, amax=None, key=None) -> ScaledM
     quant: format, tile, scale, rounding and transform.
     axis: the axis that the GEMM contracts, 0 or 1, -1 being the last. The second extent of
       quant.tile, and a Hadamard transform, lie along it.
-    amax: float32 scalar, the largest magnitude that the scale is made from, in x's units; for a
-      delayed or static quant.source, and for no other.
-    key: random key, for stochastic rounding.
+    amax: float32 scalar >= 0, the largest magnitude that the scale is made from, in x's units; for
+      a delayed or static quant.source, and for no other.
+    key: random key, for stochastic rounding and the fresh signs of a Hadamard transform.
 
   Returns:
     ScaledMatrix, a pytree: data [m, n] in quant.format, scale float32 [tiles along m, tiles along
@@ -44,7 +45,7 @@ def quantize(x, quant: Quant, *, axis: int = -1, amax=None, key=None) -> ScaledM
   """
   if not isinstance(quant, Quant):
     raise TypeError(f"quant is {quant!r}, expected a Quant, e.g. Quant(E4M3, tile=(1, 128))")
-  site_checks.refuse_dtypes(x, ())
+  site_checks.refuse_dtypes(x, (), least_bytes=1)
   if len(x.shape) != 2 or 0 in x.shape:
     raise ValueError(
       f"x has shape {tuple(x.shape)}, expected a matrix with elements; give all axes but the "
@@ -58,13 +59,22 @@ def quantize(x, quant: Quant, *, axis: int = -1, amax=None, key=None) -> ScaledM
       f"{quant} is for storage: it has no scale, or data * scale is not the value; leave scale, "
       "transform and keeps_nonzero out, or use fp8jax.quantization.quantized_tensor.pack"
     )
+  is_fresh = quant.rotation is not None and quant.rotation.signs == "fresh"
   if key is not None:
     site_checks.refuse_key(key)
+    if not (quant.rounds_randomly or is_fresh):
+      raise ValueError(f"key={key!r} with {quant}, which draws nothing; leave it out")
+  if amax is not None:
+    amax = jnp.asarray(amax, jnp.float32)
+    if amax.size != 1 or not isinstance(amax, core.Tracer) and amax.ravel()[0] < 0:
+      raise ValueError(f"amax={amax}, expected one number >= 0, the largest magnitude of x")
   x = derivative.refused(
     jnp.asarray(x), "x is differentiated through fp8jax.quantize, and rounding has no derivative; "
     "give it jax.lax.stop_gradient(x), or use fp8jax.dot, whose gradient passes straight through",
   )  # fmt: skip
-  quantized = quantize_lib.quantize(x, quant, contraction=axis % 2, amax=amax, key=key)
+  quantized = quantize_lib.quantize(
+    x, quant, contraction=axis % 2, amax=amax, key=key, signs_key=key if is_fresh else None
+  )
   return quantized if axis % 2 else quantized.T
 
 

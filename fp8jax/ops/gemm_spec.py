@@ -13,7 +13,7 @@ from fp8jax import axes
 from fp8jax.kernels import choose
 from fp8jax.ops import stored_params
 from fp8jax.ops.residuals import GemmInput
-from fp8jax.ops.site import GemmSize, Site, choose_backends
+from fp8jax.ops.site import Site
 from fp8jax.quantization import tensor_stats
 from fp8jax.quantization.amax_history import TENSORS
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
@@ -221,8 +221,8 @@ def make_spec(eqn: str, x, w, site: Site, *, out_dtype=None) -> GemmSpec:
   if "auto" in backends:
     local = local_sizes(letters.x + letters.w, (*x.shape, *w.shape), site.layout)
     groups = (letters.tokens, letters.produced, letters.contracted)
-    size = GemmSize(*(math.prod(local[c] for c in group) for group in groups))
-    backends = choose_backends(site.recipe, size, choose.current_device(), "auto")
+    size = choose.GemmSize(*(math.prod(local[c] for c in group) for group in groups))
+    backends = choose.backends(site.recipe, size, choose.current_device(), "auto")
   return GemmSpec(
     letters, site.name, site.recipe, backends, site.layout, jnp.dtype(out_dtype or x.dtype),
     jnp.dtype(x.dtype), (*x.shape, *w.shape), site.tap.shape[-1], site.is_traced, site.save,

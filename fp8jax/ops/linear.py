@@ -239,7 +239,7 @@ def gradients(specs, residuals: Residuals, gs):
   dx, dws, taps = None, [], []
   for n, (spec, stored_w, i, g) in enumerate(zip(specs, residuals.ws, residuals.inputs, gs)):
     w = read_weight(spec, stored_w)
-    g = g.astype(spec.x_dtype)  # of a float32 head it is float32
+    g = _narrowed(g, spec.x_dtype)
     operands_of_g, amax_g = both_of_g[n], amaxes[n]
     if operands_of_g is None:
       operands_of_g, amax_g = operands.quantize_both_orientations(
@@ -265,6 +265,11 @@ def gradients(specs, residuals: Residuals, gs):
     stats_g = observe.operand_stats(spec, Role.G_DGRAD, gs[n], i, amax_g)
     taps.append(jnp.stack([stats_x, stats_w, stats_g]))
   return dx, tuple(dws), tuple(taps)
+
+
+def _narrowed(g, dtype):
+  """g of a wider result in the dtype of x, but for float16, whose range a scaled loss leaves."""
+  return g if dtype == jnp.float16 else g.astype(dtype)
 
 
 def vjp_of_input(specs, residuals: Residuals, dx):

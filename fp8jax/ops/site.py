@@ -10,6 +10,7 @@ Rule: one site per GEMM call. A site used twice would add its observations. `Sit
 while tracing; `update` and `calibrate` refuse what no trace shows, such as a loop, by `Site.roots`.
 """
 
+import collections
 import dataclasses
 import functools
 import zlib
@@ -180,7 +181,7 @@ def single(
   recipe = rules_lib.recipe_by_name(recipe) if isinstance(recipe, str) else recipe
   chosen = tuple(matmul if getattr(recipe, p).multiplies_codes else "xla" for p in PASSES)
   if matmul != "auto":  # which is decided at the dot; sizes are unknown here
-    chosen = choose_backends(recipe, GemmSize(0, 0, 0), choose.current_device(), matmul)
+    chosen = choose.backends(recipe, choose.GemmSize(0, 0, 0), choose.current_device(), matmul)
   return fresh(recipe, name, backends=chosen, save=save, roots=jnp.zeros(3, jnp.float32))
 
 
@@ -211,30 +212,6 @@ def fresh(
 
 def _own_key(key, name: str):
   return jax.random.fold_in(key, zlib.crc32(name.encode()))
-
-
-def choose_backends(
-  recipe: Recipe, size: "GemmSize", device: choose.Device, matmul: str
-) -> tuple[str, ...]:
-  """Backends of (fwd, dgrad, wgrad)."""
-  return tuple(
-    choose.gemm(choose.GemmProblem(*size.of(p), getattr(recipe, p), device), matmul).backend
-    for p in PASSES
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class GemmSize:
-  """Global sizes of a site's forward GEMM: tokens x produced x contracted."""
-
-  tokens: int
-  produced: int
-  contracted: int
-
-  def of(self, which: str) -> tuple[int, int, int]:
-    """(M, N, K) of one of the three GEMMs."""
-    t, p, c = self.tokens, self.produced, self.contracted
-    return {"fwd": (t, p, c), "dgrad": (t, c, p), "wgrad": (c, p, t)}[which]
 
 
 def flatten(sites) -> dict[str, Site]:
@@ -331,7 +308,8 @@ def calibrate(sites, loss: Callable[[Any], jax.Array]):
     >>> site.scaling_state.amax_3.tolist()
     [1.0, 2.0, 1.0]
   """
-  return calibrated(sites, jax.grad(loss)(with_current_scales(sites)))
+  # Random keys have no gradient.
+  return calibrated(sites, jax.grad(loss, allow_int=True)(with_current_scales(sites)))
 
 
 def calibrated(sites, stats):
@@ -378,12 +356,18 @@ def with_current_scales(sites):
 
 
 def with_keys(sites, key):
-  """The sites with random keys that depend on `key` and their names."""
+  """The sites with random keys that depend on `key` and their names; sites of one name get others
+  by their order."""
+  seen = collections.Counter()
 
   def one(site):
     if site.key is None:
       return site
-    return dataclasses.replace(site, key=jax.random.split(_own_key(key, site.name), site.key.shape))
+    own = _own_key(key, site.name)
+    if seen[site.name]:
+      own = jax.random.fold_in(own, seen[site.name])
+    seen[site.name] += 1
+    return dataclasses.replace(site, key=jax.random.split(own, site.key.shape))
 
   return tree_map(one, sites)
 

@@ -16,11 +16,12 @@ from fp8jax.ops.gemm_spec import GemmSpec
 from fp8jax.ops.site import ScalingInputs, Site
 
 
-def refuse_dtypes(x, ws, out_dtype=None):
+def refuse_dtypes(x, ws, out_dtype=None, least_bytes: int = 2):
   """Raises unless operands and result of a dot are arrays of real floating-point numbers.
 
   Raises:
-    TypeError: no array; integers, booleans or complex numbers; a result in 8 bits or less.
+    TypeError: no array; integers, booleans or complex numbers; fewer bytes than least_bytes, in
+      which gradients would have no scale either.
   """
   if out_dtype is not None:
     dtype = jnp.dtype(out_dtype)
@@ -35,11 +36,16 @@ def refuse_dtypes(x, ws, out_dtype=None):
         f"{name} is a {type(operand).__name__}, expected an array; convert it with jnp.asarray"
       )
     # A parameter in several parts (stored_params.py) is floating-point by construction.
-    dtype = getattr(operand, "dtype", jnp.float32)
+    dtype = jnp.dtype(getattr(operand, "dtype", jnp.float32))
     if not jnp.issubdtype(dtype, jnp.floating):
       raise TypeError(
         f"{name} is {dtype}, expected a floating-point dtype such as bfloat16 or float32; integers "
         "and complex numbers have no FP8 product: cast them first, or use jax.lax.dot_general"
+      )
+    if dtype.itemsize < least_bytes:
+      raise TypeError(
+        f"{name} is {dtype} without a scale, and its gradient would be, too; give numbers of 16 "
+        "bits or more, which the recipe quantizes: fp8jax.dequantize(q), x.astype(jnp.bfloat16)"
       )
 
 

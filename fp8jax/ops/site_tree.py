@@ -12,7 +12,7 @@ from fp8jax import axes, params
 from fp8jax.kernels import choose
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.residuals import GemmInput
-from fp8jax.ops.site import Activation, ActivationSite, GemmSize
+from fp8jax.ops.site import Activation, ActivationSite
 from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.recipe.gemm import Recipe
@@ -33,14 +33,14 @@ class Backends:
   tokens: int = 0
 
 
-def local_size(param, dims, layout: axes.Layout, tokens: int) -> GemmSize:
+def local_size(param, dims, layout: axes.Layout, tokens: int) -> choose.GemmSize:
   """Sizes of a site's GEMM on one device, after weights are gathered for compute."""
   contracted, produced = param.gemm_letters
 
   def extent(letters):
     return math.prod(dims[x] // layout.size(layout.act_axes(x)) for x in letters)
 
-  return GemmSize(tokens, extent(produced), extent(contracted))
+  return choose.GemmSize(tokens, extent(produced), extent(contracted))
 
 
 def find_sites(declaration) -> dict[str, params.Param]:
@@ -80,7 +80,7 @@ def build_sites(
   def one(path, recipe_name, start, stop):
     recipe = rules_lib.recipe_by_name(recipe_name)
     size = local_size(weights[path], dims, layout, backends.tokens)
-    chosen = site_lib.choose_backends(recipe, size, device, backends.matmul)
+    chosen = choose.backends(recipe, size, device, backends.matmul)
     where = placed(path, weights[path].letters.startswith("N"), start, stop)
     return site_lib.fresh(recipe, *where, statistics, backends=chosen, layout=layout, save=save)
 

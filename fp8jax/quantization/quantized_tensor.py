@@ -123,7 +123,8 @@ def pack(
   groups = _grouped(y, axes, quant)
   # Whether a maximum passes NaN on depends on the backend: leave none to it.
   magnitude = jnp.where(jnp.isnan(groups), 0.0, jnp.abs(groups))
-  amax = jnp.max(magnitude, axis=-1) if amax is None else amax
+  if amax is None:
+    amax = jnp.max(magnitude, axis=-1, **({} if x.size else {"initial": 0.0}))
   if isinstance(quant.transform, DynamicRangeExpansion):
     scale, power = _expansion(magnitude, amax, quant.transform)
     inverse = 1.0 / jnp.where(scale > 0, scale, 1.0)

@@ -64,6 +64,8 @@ def recipe_by_name(name: str) -> Recipe:
   delays, accumulate = _options(name, options[:-1])
   try:
     if accumulate:
+      if not any(getattr(recipe, p).multiplies_codes for p in PASSES):
+        raise ValueError("it has no product of codes, whose accumulation could be another")
       recipe = recipe.with_accumulate(name, accumulate)
   except ValueError as e:
     raise ValueError(f"recipe {name!r}: {e}") from e

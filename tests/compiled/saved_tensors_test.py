@@ -80,7 +80,7 @@ def test_backends_of_one_device_are_chosen_for_its_sizes(monkeypatch):
 
   config = harness.tiny_config("block_128", **{"model.intermediate_size": 1024})
   spec = harness.tiny_spec(config, (1, 2, 4))
-  monkeypatch.setattr(site_tree.site_lib, "choose_backends", choose)
+  monkeypatch.setattr(site_tree.choose, "backends", choose)
   saved_tensors._OneDevice(spec).sites()
   q_k_v_o, gate_up, down = (512, 128, 128), (512, 256, 128), (512, 128, 256)
   assert sizes - {(512, 512, 128)} == {q_k_v_o, gate_up, down}  # the head is not of a layer

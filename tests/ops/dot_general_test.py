@@ -15,7 +15,7 @@ from fp8jax.ops import api
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dots import dot, dot_general
 from fp8jax.quantization import amax_history
-from fp8jax.recipe.quant import Quant
+from fp8jax.recipe.quant import Delayed, Hadamard, Quant
 
 BATCHED = (((2,), (1,)), ((0,), (0,)))
 PLAIN = (((1,), (0,)), ((), ()))
@@ -333,3 +333,50 @@ def test_a_gradient_of_rounding_is_refused_and_one_of_the_compute_dtype_exact(rn
   with pytest.raises(TypeError, match="x is differentiated .* give it jax.lax.stop_gradient"):
     jax.grad(through)(jnp.asarray(x))
   np.testing.assert_array_equal(jax.grad(lambda x: through(jax.lax.stop_gradient(x)))(x), 0 * x)
+
+
+def test_operands_of_8_bits_are_refused(rng):
+  """They have no scale, and neither would the result and the gradients."""
+  x, w = lattice(rng, 16, 16), lattice(rng, 16, 16)
+  for operands in ((x.astype(E4M3.dtype), w), (x, w.astype(E4M3.dtype))):
+    with pytest.raises(TypeError, match="is float8_e4m3fn without a scale, and its gradient would"):
+      dot_general(*operands, PLAIN, "tensor_current")
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e6])
+def test_a_float32_gradient_of_float16_reaches_a_float32_weight(rng, size):
+  """float16 has neither number; its FP8 scale does."""
+  x, w, g = (
+    np.float16(lattice(rng, 16, 8)),
+    lattice(rng, 8, 4),
+    np.float32(size) * lattice(rng, 16, 4),
+  )
+  product = lambda w: dot("TD,DF->TF", x, w, "tensor_current", out_dtype=jnp.float32)  # noqa: E731
+  (dw,) = jax.vjp(product, w)[1](g)
+  want = np.float64(x).T @ np.float64(g)
+  assert np.linalg.norm(dw - want) < 0.06 * np.linalg.norm(want)
+
+
+def test_scales_that_remember_begin_beside_random_bits(rng):
+  """Keys have no gradient; sites of one name have other bits all the same."""
+  x, w = lattice(rng, 16, 16), lattice(rng, 16, 16)
+  site = site_lib.single("trillion_token")
+  begun = site_lib.calibrate(site, lambda site: dot_general(x, w, PLAIN, site).sum())
+  np.testing.assert_array_equal(begun.scaling_state.amax_3, [7, 7, 1])
+  a, b = site_lib.with_keys([site, site], jax.random.key(1))
+  assert a.key != b.key and a.key == site_lib.with_keys([site], jax.random.key(1))[0].key
+
+
+def test_quantize_takes_a_key_and_an_amax_where_they_say_something(rng):
+  x, fresh = lattice(rng, 16, 16), Quant(E4M3, tile=(1, 16), transform=Hadamard(16, "fresh"))
+  given = Quant(E4M3, source=Delayed(1))
+  for quant, options, message in (
+    (Quant(E4M3), {"key": jax.random.key(0)}, "which draws nothing; leave it out"),
+    (given, {"amax": -2.0}, "amax=-2.0, expected one number >= 0"),
+    (given, {"amax": jnp.ones(8)}, "expected one number >= 0"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      api.quantize(x, quant, **options)
+  norms = [np.linalg.norm(t, axis=1) for t in (
+    x, *(api.dequantize(api.quantize(x, fresh, key=jax.random.key(n))) for n in (0, 1)))]  # fmt: skip
+  np.testing.assert_allclose(norms[1:], [norms[0]] * 2, rtol=0.05)

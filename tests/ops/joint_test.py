@@ -68,11 +68,9 @@ def test_the_fused_feed_forward_layer_has_the_joint_level_of_gate_and_up(monkeyp
   monkeypatch.setattr(swiglu_mlp, "_swiglu_mlp", fused)
   block = RECIPES["block_128"]
   of_two = dataclasses.replace(block, name="mine", fwd=Gemm(None, _QUANT))
-  size, eqns = site_lib.GemmSize(256, 256, 256), ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD")
+  size, eqns = choose.GemmSize(256, 256, 256), ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD")
   sites = [
-    site_lib.fresh(
-      r, n, backends=site_lib.choose_backends(r, size, choose.current_device(), "auto")
-    )
+    site_lib.fresh(r, n, backends=choose.backends(r, size, choose.current_device(), "auto"))
     for n, r in {"gate": of_two, "up": of_two, "down": block}.items()
   ]
   x, w = jnp.zeros((1, 256, 256), jnp.bfloat16), jnp.zeros((256, 256))
