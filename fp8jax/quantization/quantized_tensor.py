@@ -124,7 +124,7 @@ def pack(
   # Whether a maximum passes NaN on depends on the backend: leave none to it.
   magnitude = jnp.where(jnp.isnan(groups), 0.0, jnp.abs(groups))
   if amax is None:
-    amax = jnp.max(magnitude, axis=-1, **({} if x.size else {"initial": 0.0}))
+    amax = jnp.max(magnitude, axis=-1) if x.size else jnp.zeros(magnitude.shape[:-1])
   if isinstance(quant.transform, DynamicRangeExpansion):
     scale, power = _expansion(magnitude, amax, quant.transform)
     inverse = 1.0 / jnp.where(scale > 0, scale, 1.0)

@@ -177,6 +177,8 @@ def test_a_recipe_of_ones_own_is_named_by_its_definition(tmp_path, monkeypatch):
   assert first == again != other
   assert all(re.fullmatch(r"mine_[0-9a-f]{8}", name) for name in (first, other))
   assert rules_lib.recipe_by_name(first).fwd.lhs.tile == (1, 64)  # both are known, none is replaced
+  with pytest.raises(ValueError, match="'bf16.accumulate=fast.': it has no product of codes"):
+    rules_lib.recipe_by_name("bf16(accumulate=fast)")
   with pytest.raises(ValueError, match="unknown recipe 'mine'.* Known: .*, mine_"):
     rules_lib.recipe_by_name("mine")
   with pytest.raises(ValueError, match="Recipe.name='my own': expected letters"):

@@ -244,6 +244,14 @@ def test_nnx_memory_is_of_the_amaxes_seen(rng):
     np.testing.assert_array_equal(site.scaling_state.amax_3, want)
 
 
+def test_an_update_without_observations_is_refused():
+  model = nnx.Linear(
+    32, 8, rngs=nnx.Rngs(0), dot_general=fp8.nnx_dot_general("tensor_delayed_latest")
+  )  # fmt: skip
+  with pytest.raises(ValueError, match="no observations of the model's Fp8 sites.*nnx.DiffState"):
+    fp8.nnx_update(model, nnx.state(model, nnx.Param))
+
+
 def test_calibration_measures_with_current_scales(rng):
   """At scale 1 these x would saturate, and y and its gradient be wrong. Without a look: NaN."""
   x, w = 256 * lattice(rng, 32, 32), lattice(rng, 32, 32)

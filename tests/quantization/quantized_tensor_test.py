@@ -158,6 +158,10 @@ def test_extremes_have_finite_scales(quant, first):
   assert np.all(np.isfinite(np.delete(back.reshape(-1), 0)))
 
 
+def test_a_tensor_without_elements_has_a_scale():
+  assert pack(np.zeros((0, 4), np.float32), TENSOR).shape == (0, 4)
+
+
 @pytest.mark.parametrize("transform", [None, SquareRoot()], ids=str)
 def test_what_is_not_zero_stays_so_on_demand(transform):
   x = np.full((1, 128), 1e-12, np.float32)
