@@ -166,7 +166,8 @@ def single(
 
   Returns:
     A Site, a pytree. That of a recipe with delayed or static scales has no amaxes yet, and its
-    products are NaN until `calibrate`.
+    products are NaN until `calibrate`. One that rounds stochastically has a random key, which
+    jax.grad takes with allow_int=True.
 
   Raises:
     ValueError: the recipe is unknown, or the backend cannot run it here.
