@@ -89,9 +89,9 @@ _ROUNDING = 1e-5
 
 def are_of_one_product(amax_3, roots_3):
   """bool [...]: whether amaxes [..., 3] have these square roots, which sums, averages and multiples
-  of both have not."""
+  of both have not. Roots of 0 were not differentiated, and say nothing."""
   is_other = jnp.abs(jnp.sqrt(amax_3) - roots_3) > _ROUNDING * roots_3
-  return ~(is_other & jnp.isfinite(amax_3)).any(-1)
+  return ~(is_other & (roots_3 != 0) & jnp.isfinite(amax_3)).any(-1)
 
 
 def unknown(state: ScalingState, where) -> ScalingState:
