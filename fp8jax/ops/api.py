@@ -60,14 +60,7 @@ def quantize(x, quant: Quant, *, axis: int = -1, amax=None, key=None) -> ScaledM
       "transform and keeps_nonzero out, or use fp8jax.quantization.quantized_tensor.pack"
     )
   is_fresh = quant.rotation is not None and quant.rotation.signs == "fresh"
-  if key is not None:
-    site_checks.refuse_key(key)
-    if not (quant.rounds_randomly or is_fresh):
-      raise ValueError(f"key={key!r} with {quant}, which draws nothing; leave it out")
-  if amax is not None:
-    amax = jnp.asarray(amax, jnp.float32)
-    if amax.size != 1 or not isinstance(amax, core.Tracer) and amax.ravel()[0] < 0:
-      raise ValueError(f"amax={amax}, expected one number >= 0, the largest magnitude of x")
+  _check(quant, amax, key, is_fresh)
   x = derivative.refused(
     jnp.asarray(x), "x is differentiated through fp8jax.quantize, and rounding has no derivative; "
     "give it jax.lax.stop_gradient(x), or use fp8jax.dot, whose gradient passes straight through",
@@ -76,6 +69,18 @@ def quantize(x, quant: Quant, *, axis: int = -1, amax=None, key=None) -> ScaledM
     x, quant, contraction=axis % 2, amax=amax, key=key, signs_key=key if is_fresh else None
   )
   return quantized if axis % 2 else quantized.T
+
+
+def _check(quant: Quant, amax, key, is_fresh: bool):
+  """Raises for a key that is none or that nothing draws from, and for an amax that is none."""
+  if key is not None:
+    site_checks.refuse_key(key)
+    if not (quant.rounds_randomly or is_fresh):
+      raise ValueError(f"key={key!r} with {quant}, which draws nothing; leave it out")
+  if amax is not None:
+    amax = jnp.asarray(amax, jnp.float32)
+    if amax.size != 1 or not isinstance(amax, core.Tracer) and amax.ravel()[0] < 0:
+      raise ValueError(f"amax={amax}, expected one number >= 0, the largest magnitude of x")
 
 
 def dequantize(q: ScaledMatrix | QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
