@@ -65,8 +65,10 @@ def quantize(x, quant: Quant, *, axis: int = -1, amax=None, key=None) -> ScaledM
     jnp.asarray(x), "x is differentiated through fp8jax.quantize, and rounding has no derivative; "
     "give it jax.lax.stop_gradient(x), or use fp8jax.dot, whose gradient passes straight through",
   )  # fmt: skip
+  # Signs and roundings are drawn apart.
+  key, signs_key = jax.random.split(key) if is_fresh and key is not None else (key, None)
   quantized = quantize_lib.quantize(
-    x, quant, contraction=axis % 2, amax=amax, key=key, signs_key=key if is_fresh else None
+    x, quant, contraction=axis % 2, amax=amax, key=key, signs_key=signs_key
   )
   return quantized if axis % 2 else quantized.T
 

@@ -186,7 +186,7 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
   ys, observed, x_wgrads, saves_x = [], [], {}, isinstance(x, Prologue)
   for n, (spec, w, tap, i) in enumerate(zip(specs, ws, taps, inputs)):
     if spec.is_observable:
-      site_checks.refuse_sums(spec.name, x, tap)
+      site_checks.refuse_sums(spec.name, x, tap, i.roots)
     w = read_weight(spec, w)
     if spec.saves_operand:
       x_fwd, x_wgrad = provider.make(spec, n, i, (Role.X_FWD, Role.X_WGRAD))

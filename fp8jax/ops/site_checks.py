@@ -56,21 +56,21 @@ def refuse_key(key):
     raise TypeError(f"key is {key!r}, expected a random key: jax.random.key(0)")
 
 
-def refuse_sums(name: str, x, tap):
+def refuse_sums(name: str, x, tap, roots):
   """Raises if `vmap` maps over x, or devices inside `shard_map` have an x of their own each, and
-  the site's tap is one.
+  the site's tap, or its roots where it has some, are one.
 
   Raises:
     ValueError: the site's one observation would become a sum.
   """
 
   @jax.custom_batching.custom_vmap
-  def both(x, tap):
+  def both(x, own):
     del x
-    return tap
+    return own
 
   @both.def_vmap
-  def rule(axis_size, in_batched, x, tap):
+  def rule(axis_size, in_batched, x, own):
     del axis_size, x
     if any(jax.tree.leaves(in_batched[0])) and not in_batched[1]:
       raise ValueError(
@@ -78,15 +78,16 @@ def refuse_sums(name: str, x, tap):
         "Give the mapped letter to the einsum instead ('EBD,EDF->EBF'), or map over one site per "
         "element too"
       )
-    return tap, in_batched[1]
+    return own, in_batched[1]
 
-  both(x, tap)
-  if missing := sorted(_varying(x) - _varying(tap)):
-    raise ValueError(
-      f"site {name!r} is shared by devices along {', '.join(missing)} inside shard_map: "
-      "their observations would be added up. Give every device its own: stack tap and roots, "
-      f"[devices, *shape], and split them with PartitionSpec({missing[0]!r})"
-    )
+  for own in (tap, roots) if roots is not None else (tap,):
+    both(x, own)
+    if missing := sorted(_varying(x) - _varying(own)):
+      raise ValueError(
+        f"site {name!r} is shared by devices along {', '.join(missing)} inside shard_map: "
+        "their observations would be added up. Give every device its own: stack tap and roots, "
+        f"[devices, *shape], and split them with PartitionSpec({missing[0]!r})"
+      )
 
 
 def mark_used(specs: Sequence[GemmSpec], x, ws, sites: Sequence[Site]):

@@ -164,7 +164,7 @@ def _with_losses(runs: Sequence[RunFiles], notes: list[str]) -> list[RunFiles]:
   if drawn and len(drawn) == len(trained):
     raise UserError(f"{drawn[0].name} {why}, as every other run here; {remedy}")
   notes += [f"{r.name}: {why}, left out; {remedy}" for r in drawn]
-  return [r for r in trained if r not in drawn]
+  return [r for r in trained if "rl/reward" not in r.curves]
 
 
 # --- quantities ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from fp8jax.formats import E4M3
 from fp8jax.ops import api
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dots import dot, dot_general
-from fp8jax.quantization import amax_history
+from fp8jax.quantization import amax_history, quantize
 from fp8jax.recipe.quant import Delayed, Hadamard, Quant
 
 BATCHED = (((2,), (1,)), ((0,), (0,)))
@@ -274,6 +274,16 @@ def test_a_tap_shared_by_devices_is_refused(rng):
   with pytest.raises(ValueError, match="'mlp/up' is shared by devices along data"):
     jax.jit(jax.grad(lambda tap: product(x, w, tap).sum()))(site.tap)
 
+  @jax.shard_map(
+    mesh=mesh.make((8, 1, 1)), in_specs=(P("data"), P(), P("data"), P()), out_specs=P("data")
+  )
+  def with_taps(x, w, taps, roots):
+    return dot_general(x, w, PLAIN, dataclasses.replace(site, tap=taps[0], roots=roots))
+
+  loss = lambda *seen: with_taps(x, w, *seen).sum()  # noqa: E731
+  with pytest.raises(ValueError, match="shared by devices along data.* stack tap and roots"):
+    jax.jit(jax.grad(loss, (0, 1)))(jnp.zeros((8, 3, 1)), site.roots)
+
 
 def test_a_manual_layout_scales_by_the_whole_tensor(rng):
   """Rows that one device holds are small: with a scale of their own they would lose less."""
@@ -378,3 +388,7 @@ def test_quantize_takes_a_key_and_an_amax_where_they_say_something(rng):
   norm, *norms = (np.linalg.norm(t, axis=1) for t in (x, *rotated))
   np.testing.assert_allclose(norms, [norm] * 2, rtol=0.05)
   assert np.any(rotated[0] != rotated[1])
+  # Signs are drawn apart from roundings: those of the key itself would be the bits of both.
+  q = api.quantize(x, fresh, key=jax.random.key(0))
+  same = quantize.quantize(jnp.asarray(x), fresh, signs_key=jax.random.key(0))
+  assert np.any(q.dequantize() != same.dequantize())

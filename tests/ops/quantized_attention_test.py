@@ -181,6 +181,17 @@ def test_without_quants_gradients_are_jax_s():
     assert np.abs(ours - exact).max() < tolerances.FLOAT32_SUM * np.abs(exact).max()
 
 
+def test_a_gradient_of_its_rounding_is_refused():
+  q, k, v, _ = map(jnp.asarray, _draw(np.random.default_rng(1)))
+
+  def penalty(q):
+    of = None, "xla", axes.LOCAL, attentions.ATTENTIONS["sage_bwd"]
+    return (jax.grad(lambda q: attention(q, k, v, *of).sum())(q) ** 2).sum()
+
+  with pytest.raises(TypeError, match="attention 'sage_bwd': its gradients are differentiated"):
+    jax.jit(jax.grad(penalty))(q)
+
+
 def test_keys_without_their_documents_mean_give_the_same_attention(rng):
   """A mean of 6 in a channel; a number that returns is one document to attention, too."""
   q, k, v, g = _draw(rng, batch=2, length=24)
