@@ -5,9 +5,12 @@ command: python experiments/lab/hours.py            prints systems, seeds, hours
 
 Seconds per step are of hours.json: CPU seconds of 20 steps at the commit that measured them. Of
 what it lacks they are the least of the finished runs of lab/results with this recipe and model,
-on this CPU if it has any, else on the one that has most: wall seconds of one core, beside other
-work, at the commit that ran. Of the rest they are a guess. The table says how many hours are of
-each.
+on the CPU whose hours are counted, else on the one that has most of them: wall seconds of one
+core, beside other work, at the commit that ran. Of the rest they are a guess. The table says how
+many hours are of each.
+
+The CPU whose hours are counted is this one if it has finished runs, else the one that has most.
+Seconds of another are multiplied by the median ratio of what ran on both.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import json
 import pathlib
 import re
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -59,32 +63,52 @@ def _shape(name: str) -> tuple[str, ...]:
   return (name.partition("-")[0], *re.findall(r"(?:hidden_size|num_layers)=\d+", name))
 
 
-def of_results(found: Iterable[results.Result], cpu: str) -> dict[str, dict[str, Any]]:
-  """{key: {"step_seconds", "runs", "cpu"}} of finished runs; see above.
+def of_results(
+  found: Iterable[results.Result], cpu: str
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+  """({key: {"step_seconds", "runs", "cpu"}} of finished runs, {cpu: ratio}); see above.
+
+  A row's seconds are of the CPU whose hours are counted, its runs those of `cpu`. A ratio is 1
+  where nothing ran on both.
 
   Args:
     cpu: of this machine (results.cpu). Runs of seeds that trained at once have no seconds.
   """
   samples = collections.defaultdict(lambda: collections.defaultdict(list))
+  runs_of = collections.Counter()
   for result in found:
     if result.status == "finished" and result.seconds > 0:
       seconds = result.seconds / len(result.losses)
       samples[_timed(result.run)][result.origin["cpu"]].append(seconds)
+      runs_of[result.origin["cpu"]] += 1
+  # Other work on the machine only adds.
+  least = {name: {c: min(own) for c, own in by.items()} for name, by in samples.items()}
+  counted = max(runs_of, key=lambda one: (one == cpu, runs_of[one], one), default=cpu)
+  ratios = {}
+  for one in runs_of:
+    both = [by[counted] / by[one] for by in least.values() if counted in by and one in by]
+    ratios[one] = statistics.median(both or [1.0])
   made = {}
   for name, by_cpu in samples.items():
-    used = max(by_cpu, key=lambda one: (one == cpu, len(by_cpu[one]), one))
-    step = min(by_cpu[used])  # other work on the machine only adds
+    used = max(by_cpu, key=lambda one: (one == counted, len(by_cpu[one]), one))
+    step = least[name][used] * ratios[used]
     made[name] = {"step_seconds": step, "runs": len(by_cpu[used]), "cpu": used}
-  return made
+  return made, ratios
 
 
 def measured(folder: pathlib.Path = RESULTS, cpu: str = "") -> dict[str, dict[str, Any]]:
   """{RUNS: {key: row}, TIMED: {key: row}}: of the results below a folder, and hours.json.
 
   A result does not have the seconds of its start: hours.json does, or the slowest of its size.
+  Rows of hours.json that do not say their CPU are taken as they are.
   """
   timed = json.loads(HOURS.read_text()) if HOURS.exists() else {}
-  found = of_results(map(results.read, sorted(folder.rglob("*.json"))), cpu or results.cpu())
+  found, ratios = of_results(
+    map(results.read, sorted(folder.rglob("*.json"))), cpu or results.cpu()
+  )
+  for row in timed.values():
+    ratio = ratios.get(row.get("cpu"), 1.0)
+    row |= {key: row[key] * ratio for key in ("step_seconds", "start_seconds")}
   for name, row in found.items():
     same = [r for n, r in timed.items() if _shape(n) == _shape(name)]
     starts = [timed[name]] if name in timed else same or UNMEASURED[name.startswith("reasoning") :]
@@ -154,7 +178,8 @@ def measure(names: list[str], steps: int = 20):
     if step <= 0:
       print(f"{name}: {steps} steps took no longer than the start: measure it again", flush=True)
       continue
-    found[name] = {"step_seconds": round(step, 3), "start_seconds": round(short - 2 * step, 1)}
+    start = round(short - 2 * step, 1)
+    found[name] = {"step_seconds": round(step, 3), "start_seconds": start, "cpu": results.cpu()}
     HOURS.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
     print(name, found[name], flush=True)
 

@@ -69,12 +69,26 @@ def test_hours_are_of_hours_json_else_of_finished_runs_on_one_cpu_else_a_guess()
   found = [of(10.0), of(500.0), of(30.0, seed=1), of(1.0, "b"), of(7.0, status="diverged"),
            of(0.0, seed=2)]  # of seeds that trained at once  # fmt: skip
   for cpu, step, count in (("a", 1.0, 3), ("b", 0.1, 1), ("c", 1.0, 3)):
-    (row,) = hours.of_results(found, cpu).values()
+    (row,) = hours.of_results(found, cpu)[0].values()
     assert row == {
       "step_seconds": pytest.approx(step),
       "runs": count,
       "cpu": "b" if cpu == "b" else "a",
     }
+  # Of what ran on b alone: as many seconds as a would need, 10 (above), 4 and 1 times those of b.
+  elsewhere = [
+    dataclasses.replace(of(seconds, cpu), run=dataclasses.replace(run, recipe=recipe))
+    for recipe, cpu, seconds in (
+      ("two", "a", 8.0), ("two", "b", 2.0), ("three", "a", 5.0), ("three", "b", 5.0),
+      ("b's", "b", 6.0), ("c's", "c", 7.0),
+    )
+  ]  # fmt: skip
+  for cpu, step, ratio in (("a", 2.4, 4.0), ("b", 0.6, 1.0), ("d", 2.4, 4.0)):
+    rows, ratios = hours.of_results([*found, *elsewhere], cpu)
+    of_b, of_c = (rows[hours._timed(dataclasses.replace(run, recipe=r))] for r in ("b's", "c's"))
+    assert of_b == {"step_seconds": pytest.approx(step), "runs": 1, "cpu": "b"}
+    assert of_c["step_seconds"] == pytest.approx(0.7)
+    assert ratios["b"] == pytest.approx(ratio)
   key, timed = hours._timed(run), {"step_seconds": 2.0, "start_seconds": 36.0}
   guessed = dataclasses.replace(run, recipe="another")
   have = {
