@@ -72,7 +72,6 @@ class Bench:
     provenance = provenance_lib.provenance({}, "", 0) | {"sources": sources(folder)}
     results = {"provenance": provenance, "lines": {}}
     if not is_dry and (found := read(path)):
-      # Not "dirty": the results themselves make it so.
       same = ("commit", "sources", "versions", "devices", "driver")
       if all(found["provenance"].get(k) == provenance.get(k) for k in same):
         results = found

@@ -32,7 +32,6 @@ import math
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -47,6 +46,7 @@ from fp8jax.jobs import train
 from fp8jax.kernels import choose
 from fp8jax.models import mlp_swiglu, transformer
 from fp8jax.params import Param
+from fp8jax.run import provenance
 
 SEEDS, STEPS, BEGIN = (0, 1, 2), 200, 60
 POLICY = tuple(
@@ -286,8 +286,8 @@ def keys():
 
 
 def _commit() -> str:
-  git = lambda *args: subprocess.run(["git", *args], capture_output=True, text=True).stdout.strip()  # noqa: E731
-  return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
+  made = provenance.sources()
+  return made["commit"] + "-dirty" * made["dirty"]
 
 
 def run_all(limit: int):

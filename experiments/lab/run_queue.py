@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import os
 import pathlib
-import subprocess
 import sys
 import time
 
@@ -30,6 +29,7 @@ import runs as runs_lib  # noqa: E402
 from configs import base  # noqa: E402
 from fp8jax import console  # noqa: E402
 from fp8jax.errors import UserError  # noqa: E402
+from fp8jax.run import provenance  # noqa: E402
 from fp8jax.sweeps import outcome as outcome_lib  # noqa: E402
 from fp8jax.sweeps import plan, process, spec  # noqa: E402
 from fp8jax.sweeps import run as sweep_run  # noqa: E402
@@ -186,12 +186,6 @@ def known(systems: list[design.System], tell) -> list[design.System]:
   return [system for system in kept if system.arms]
 
 
-def is_edited() -> bool:
-  """Whether tracked files differ from the commit."""
-  words = ["git", "status", "--porcelain", "--untracked-files=no"]
-  return bool(subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip())
-
-
 def main(arguments: list[str]) -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--workdir", required=True)
@@ -210,8 +204,8 @@ def main(arguments: list[str]) -> int:
   slugs = [system.slug for system in runs_lib.SYSTEMS]
   if unknown := set(args.systems) - set(slugs):
     raise UserError(f"no system {', '.join(sorted(unknown))}; expected some of {', '.join(slugs)}")
-  if is_edited() and not args.edited:
-    raise UserError("tracked files differ from the commit; commit, or run from another worktree")
+  if provenance.sources()["dirty"] and not args.edited:
+    raise UserError("files differ from the commit; commit, or run from another worktree")
   chosen = [s for s in runs_lib.SYSTEMS if s.slug in (args.systems or slugs)]
   folder = os.path.join(workdir, "results")
   done = {path.stem for path in pathlib.Path(folder).glob("*.json")}

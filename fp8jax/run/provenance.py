@@ -37,7 +37,7 @@ def provenance(
   return {
     "command": sys.argv,
     "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    **_git(),
+    **sources(),
     "config": config,
     "seed": seed,
     "data_fingerprint": data,
@@ -94,7 +94,17 @@ def _driver(path: str = "/proc/driver/nvidia/version") -> str | None:
   return version[1] if version else None
 
 
-def _git() -> dict[str, Any]:
+# Texts, pictures and the JSON of experiments: a program writes them and none computes from them.
+_RESULTS = ("*.md", "*.png", "*.svg", "experiments/*.json")
+
+
+def sources() -> dict[str, Any]:
+  """{"commit", "dirty"}: of the checkout, and whether its files differ from the commit.
+
+  Results do not count: commands that rewrite tracked tables one after the other are all clean.
+  Both are None outside a checkout.
+  """
+
   def run(*args):
     here = os.path.dirname(os.path.abspath(__file__))
     return subprocess.run(["git", "-C", here, *args], capture_output=True, text=True, check=True)
@@ -104,6 +114,8 @@ def _git() -> dict[str, Any]:
     if not os.path.exists(os.path.join(top, "fp8jax", "run", "provenance.py")):
       return {"commit": None, "dirty": None}  # installed inside another project
     commit = run("rev-parse", "HEAD").stdout.strip()
-    return {"commit": commit, "dirty": bool(run("status", "--porcelain").stdout.strip())}
+    others = [f":(top,exclude){pattern}" for pattern in _RESULTS]
+    edited = run("status", "--porcelain", "--", ":/", *others).stdout.strip()
+    return {"commit": commit, "dirty": bool(edited)}
   except (OSError, subprocess.CalledProcessError):
     return {"commit": None, "dirty": None}
