@@ -99,6 +99,8 @@ def _cross_entropy(static, *args):
 
 
 def _fwd(static, *args):
+  site = args[-2]
+  derivative.refuse_twice(args[:-2], ((site.name, site.recipe.is_quantized),))
   sums, *gradients = _run(static, *args, is_differentiated=True)
   return sums, (*gradients, *args[-2:])
 

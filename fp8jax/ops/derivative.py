@@ -42,3 +42,15 @@ def once(tree, sites: Iterable[tuple[str, bool]]):
     f"site {names[0]!r}: its gradients are differentiated, and the rounding in them has no "
     "derivative; give products that are differentiated twice the recipe 'bf16'",
   )
+
+
+def refuse_twice(tree, sites: Iterable[tuple[str, bool]]):
+  """Refuses second derivatives at the operands of products, before kernels that have no rule.
+
+  To be called by the forward half of a `jax.custom_vjp`, which JAX differentiates for these alone.
+
+  Args:
+    sites: as of `once`.
+  """
+  # No element of each, so that the operands themselves stay what they are to remat and to `vmap`.
+  once([leaf[:0] for leaf in jax.tree.leaves(tree) if leaf.ndim], sites)

@@ -176,6 +176,7 @@ def forward_only(specs, x, ws, inputs):
 
 def forward_with_residuals(specs, x, ws, taps, inputs):
   """(one y per weight, Residuals)."""
+  derivative.refuse_twice((x, ws), quantized(specs))
   source = operands.materialize_unless_fused(specs, x)
   is_compressed = isinstance(x, Prologue) and x.save is not None
   is_recomputed = isinstance(source, Prologue) and not is_compressed
@@ -272,6 +273,11 @@ def _narrowed(g, dtype):
   return g if dtype == jnp.float16 else g.astype(dtype)
 
 
+def quantized(specs):
+  """(name, whether it is quantized) of each product: what is not differentiated twice."""
+  return [(spec.name, spec.recipe.is_quantized) for spec in specs]
+
+
 def vjp_of_input(specs, residuals: Residuals, dx):
   """The cotangent of x: dx, or that of a Prologue's sources."""
   x = residuals.input(specs[0].x_dtype)
@@ -293,8 +299,7 @@ def _multiply(specs, x, ws, taps, inputs):
 def _backward(specs, residuals, gs):
   dx, dws, taps = gradients(specs, residuals, gs)
   made = vjp_of_input(specs, residuals, dx), dws, taps
-  made = derivative.once(made, ((spec.name, spec.recipe.is_quantized) for spec in specs))
-  return *made, site_checks.of_roots(residuals.inputs, taps)
+  return *derivative.once(made, quantized(specs)), site_checks.of_roots(residuals.inputs, taps)
 
 
 _multiply.defvjp(forward_with_residuals, _backward)

@@ -81,7 +81,7 @@ def _bwd(static, saved, g):
   taps = *taps, *taps_down
   roots = site_checks.of_roots((*first.inputs, *second.inputs), taps)
   made = linear.vjp_of_input(specs[:2], first, dx), (*dws, *dw_down), taps
-  return *derivative.once(made, ((s.name, s.recipe.is_quantized) for s in specs)), roots
+  return *derivative.once(made, linear.quantized(specs)), roots
 
 
 _swiglu_mlp.defvjp(_fwd, _bwd)

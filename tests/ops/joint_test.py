@@ -68,14 +68,28 @@ def test_the_fused_feed_forward_layer_has_the_joint_level_of_gate_and_up(monkeyp
   monkeypatch.setattr(swiglu_mlp, "_swiglu_mlp", fused)
   block = RECIPES["block_128"]
   of_two = dataclasses.replace(block, name="mine", fwd=Gemm(None, _QUANT))
+  jax.eval_shape(*_for_hopper({"gate": of_two, "up": of_two, "down": block}))
+  assert lent == [True, True, False]
+
+
+def test_a_gradient_of_the_fused_layer_s_rounding_is_refused(monkeypatch):
+  monkeypatch.setattr(choose, "current_device", lambda: Device("gpu", 90))
+  layer, x, *ws = _for_hopper(dict.fromkeys(("gate", "up", "down"), RECIPES["block_128"]))
+  loss = lambda x: layer(x, *ws).astype(jnp.float32).sum()  # noqa: E731
+  assert jax.eval_shape(jax.grad(loss), x).shape == x.shape
+  with pytest.raises(TypeError, match="site 'gate': its gradients are differentiated"):
+    jax.eval_shape(jax.grad(lambda x: (jax.grad(loss)(x).astype(jnp.float32) ** 2).sum()), x)
+
+
+def _for_hopper(recipes):
+  """The fused layer with these recipes, and operands of it."""
   size, eqns = choose.GemmSize(256, 256, 256), ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD")
   sites = [
     site_lib.fresh(r, n, backends=choose.backends(r, size, choose.current_device(), "auto"))
-    for n, r in {"gate": of_two, "up": of_two, "down": block}.items()
+    for n, r in recipes.items()
   ]
   x, w = jnp.zeros((1, 256, 256), jnp.bfloat16), jnp.zeros((256, 256))
-  jax.eval_shape(lambda x, *ws: swiglu_mlp.swiglu_mlp(eqns, x, ws, sites, "linear"), x, w, w, w)
-  assert lent == [True, True, False]
+  return lambda x, *ws: swiglu_mlp.swiglu_mlp(eqns, x, ws, sites, "linear"), x, w, w, w
 
 
 def test_a_site_that_is_lent_an_amax_serves_one_product(rng):
