@@ -32,7 +32,7 @@ from flax.linen import dtypes
 
 from fp8jax.ops import convolution, dots, gemm_spec
 from fp8jax.ops import site as site_lib
-from fp8jax.quantization import amax_history
+from fp8jax.quantization import amax_history, quantized_tensor
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Recipe
 
@@ -306,12 +306,46 @@ def _to_state_dict(site: site_lib.Site):
 
 
 def _from_state_dict(site: site_lib.Site, state) -> site_lib.Site:
+  own = site.scaling_state
+  if own is None:
+    return site
+  if not state:
+    raise ValueError(
+      f"site {site.name!r}: recipe {site.recipe.name!r} remembers amaxes, and the state that is "
+      "restored has none: restore into sites of the recipe that it was saved with"
+    )
+  restored = amax_history.ScalingState(**state)
+  if restored.amax_3.shape != own.amax_3.shape:
+    raise ValueError(
+      f"site {site.name!r} has amaxes of shape {own.amax_3.shape}, and the state that is restored "
+      f"{restored.amax_3.shape}: layers are stacked in one of the two"
+    )
   return dataclasses.replace(
-    site, scaling_state=amax_history.ScalingState(**state) if state else None
+    site, scaling_state=amax_history.resized(restored, own.history_3H.shape[-1])
   )
 
 
-# So that flax.serialization saves scaling states with the parameters. A tap is always zeros.
+def _moment_to_state_dict(x: quantized_tensor.QuantizedTensor):
+  reading = quantized_tensor.reading(x.quant)
+  return {"reading": reading, "data": x.data, "scale": x.scale, "power": x.power}
+
+
+def _moment_from_state_dict(x: quantized_tensor.QuantizedTensor, state):
+  own = quantized_tensor.reading(x.quant)
+  if state["reading"] != own:
+    raise ValueError(
+      f"the state that is restored holds {state['reading']}, and {own} is expected: take the "
+      "moment_format that it was saved with"
+    )
+  arrays = {name: state[name] for name in ("data", "scale", "power")}
+  return dataclasses.replace(x, **arrays)
+
+
+# So that flax.serialization saves scaling states and moments with the parameters. A tap is always
+# zeros.
 serialization.register_serialization_state(
   site_lib.Site, _to_state_dict, _from_state_dict, override=True
+)
+serialization.register_serialization_state(
+  quantized_tensor.QuantizedTensor, _moment_to_state_dict, _moment_from_state_dict, override=True
 )

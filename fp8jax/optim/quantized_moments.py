@@ -7,6 +7,7 @@ again: an update does not see the rounding of its own step (as in COAT, FP8-LM a
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -233,7 +234,9 @@ def stored(
 
   def update(updates, state: Any, params=None, **rest):
     new: Any
-    count: Any = optax.tree.get(state, "count")  # also of a chain
+    # Also of a chain. A parameter may have this name too.
+    is_own = lambda path, _: not any(getattr(k, "name", "") in formats for k in path)  # noqa: E731
+    count: Any = optax.tree.get(state, "count", filtering=is_own)
     updates, new = whole.update(updates, QuantizedState(count, state), params, **rest)
     return updates, new.inner_state
 
@@ -270,6 +273,9 @@ def _stored(transformation, formats, fields, mask: StorageMask, seed: int, first
     return inner
 
   def init(params):
+    params = _arrays(params)
+    if mask.quantized is is_large:
+      _refuse_vector(params)
     large = {x.shape for x in jax.tree.leaves(params) if is_large(x)}
 
     def walk(node, where="the state"):
@@ -314,6 +320,22 @@ def _stored(transformation, formats, fields, mask: StorageMask, seed: int, first
     return updates, QuantizedState(count, structure.unflatten(kept))
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _arrays(params):
+  """The parameters without the variables of Flax NNX, which take apart what they hold."""
+  nnx: Any = sys.modules.get("flax.nnx")
+  return params if nnx is None else nnx.as_pure(params)
+
+
+def _refuse_vector(params):
+  """Raises ValueError for parameters that were joined to a vector already."""
+  if jax.tree_util.all_leaves([params]) and params.ndim == 1 and params.size >= _LARGE:
+    raise ValueError(
+      f"the parameters are one vector of {params.size} elements, whose moments would stay in "
+      "float32: give them as they are, without optax.flatten or ravel_pytree, or set "
+      "mask=StorageMask(quantized=True)"
+    )
 
 
 def _refuse_flat(where: str, part, params):

@@ -83,6 +83,13 @@ def update(state: ScalingState, amax_3, recipe: Recipe) -> ScalingState:
   return ScalingState(jnp.stack(amaxes, axis=-1), history)
 
 
+def resized(state: ScalingState, steps: int) -> ScalingState:
+  """The state with a history of so many steps: the newest, or zeros, which say nothing, behind."""
+  history = jnp.asarray(state.history_3H)[..., :steps]
+  missing = [(0, 0)] * (history.ndim - 1) + [(0, steps - history.shape[-1])]
+  return dataclasses.replace(state, history_3H=jnp.pad(history, missing))
+
+
 # So much may roots differ: those of an average of amaxes within 1 % of each other do.
 _ROUNDING = 1e-5
 

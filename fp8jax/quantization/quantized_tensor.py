@@ -13,6 +13,9 @@ Assumes: nothing about x; what is NaN stays NaN. float32 subnormals count as 0. 
 
 import dataclasses
 import math
+import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +44,12 @@ _POWERS = 16
 _POWERS_OF_TWO = (Scale.POW2, Scale.FLOOR, Scale.EVEN)
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
   """value = data * scale, then the transform undone.
+
+  A pytree of its arrays. The key of the codes says how to read them ("data_e4m3_1x128_f32"): a
+  checkpoint, which has no `quant`, cannot be restored into a tensor that would read other numbers.
 
   Attributes:
     data: the tensor's shape, in the format's dtype.
@@ -58,7 +63,7 @@ class QuantizedTensor:
   data: jax.Array
   scale: jax.Array | None
   power: jax.Array | None
-  quant: Quant = dataclasses.field(metadata=dict(static=True))
+  quant: Quant
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -92,6 +97,44 @@ class QuantizedTensor:
     """x, of the same shape, quantized by the same Quant."""
     lead = self.scale.ndim if self.scale is not None and self.quant.tile[1] == WHOLE else 0
     return pack(x, self.quant, lead=lead, key=key)
+
+
+def reading(quant: Quant) -> str:
+  """All of a Quant on which the values of codes depend, in letters, digits and "_"."""
+  words, transform = [str(quant.format)], quant.transform
+  if quant.scale is not Scale.NONE:
+    words.append("tensor" if quant.tile == (WHOLE, WHOLE) else "x".join(map(str, quant.tile)))
+    words.append("e8m0" if quant.scale in _POWERS_OF_TWO else "f32")
+  if isinstance(transform, Hadamard):
+    words.append(f"hadamard_{transform.size}_{transform.signs}")
+  elif transform is not None:
+    words.append(type(transform).__name__)
+  return re.sub(r"\W", "_", "_".join(words))
+
+
+def register(cls, quant: Callable[[Any], Quant]):
+  """A dataclass of codes as a pytree: arrays first, then what is static.
+
+  The key of `data` has what `reading` says of its Quant.
+  """
+  fields = [field.name for field in dataclasses.fields(cls)]
+  arrays = [name for name in fields if name in ("data", "scale", "power")]
+  static = [name for name in fields if name not in arrays]
+
+  def flat(x):
+    return [getattr(x, name) for name in arrays], tuple(getattr(x, name) for name in static)
+
+  def with_keys(x):
+    leaves, rest = flat(x)
+    names = [name + f"_{reading(quant(x))}" * (name == "data") for name in arrays]
+    return [*zip(map(jax.tree_util.GetAttrKey, names), leaves, strict=True)], rest
+
+  jax.tree_util.register_pytree_with_keys(
+    cls, with_keys, lambda rest, leaves: cls(*leaves, *rest), flat
+  )
+
+
+register(QuantizedTensor, lambda x: x.quant)
 
 
 def pack(

@@ -16,14 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.formats import E4M3
-from fp8jax.quantization import hadamard, quantize, scaled_matrix
+from fp8jax.quantization import hadamard, quantize, quantized_tensor, scaled_matrix
 from fp8jax.recipe.quant import WHOLE, Hadamard, Quant, Scale, Static
 
 TILE = 128
 QUANT = Quant(E4M3, (TILE, TILE))
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoredMatrix:
   """value = data * scale of the element's tile, rotated where `quant` rotates.
@@ -40,10 +39,10 @@ class StoredMatrix:
 
   data: jax.Array
   scale: jax.Array
-  inputs: int = dataclasses.field(metadata=dict(static=True))
-  quant: Quant = dataclasses.field(default=QUANT, metadata=dict(static=True))
-  weight_shape: tuple[int, ...] | None = dataclasses.field(default=None, metadata=dict(static=True))
-  has_values: bool = dataclasses.field(default=False, metadata=dict(static=True))
+  inputs: int
+  quant: Quant = QUANT
+  weight_shape: tuple[int, ...] | None = None
+  has_values: bool = False
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -104,6 +103,9 @@ def pack(x, inputs: int, lead: int = 0, quant: Quant = QUANT) -> StoredMatrix:
 
   data, scale = jax.lax.map(one, x) if lead else one(x)
   return StoredMatrix(data, scale, inputs, quant)
+
+
+quantized_tensor.register(StoredMatrix, lambda x: x.quant)
 
 
 def is_compatible(

@@ -6,10 +6,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx, serialization
 from lattice import lattice
 
+import fp8jax
 from fp8jax.formats import E4M3
 from fp8jax.integrations import flax as fp8
 from fp8jax.ops import site as site_lib
@@ -219,8 +221,83 @@ def test_linen_memory_is_of_the_amaxes_seen(rng):
   np.testing.assert_array_equal(site.scaling_state.history_3H[:, len(want) :], 0)
   np.testing.assert_array_equal(site.scaling_state.amax_3, np.max(want, 0))
 
-  back = serialization.from_bytes(sites, serialization.to_bytes(sites))
+  stored = serialization.to_bytes(sites)
+  back = serialization.from_bytes(sites, stored)
   jax.tree.map(np.testing.assert_array_equal, back, sites)
+  state = site.scaling_state
+  for steps in (2, 9):  # fewer and more than there are
+    (other,) = _sites(
+      serialization.from_bytes(_like(sites, f"tensor_delayed(steps={steps})"), stored)
+    )
+    history = np.zeros((3, steps), np.float32)
+    kept = min(steps, state.history_3H.shape[1])
+    history[:, :kept] = state.history_3H[:, :kept]
+    np.testing.assert_array_equal(other.scaling_state.history_3H, history)
+    np.testing.assert_array_equal(other.scaling_state.amax_3, state.amax_3)
+  stacked = jax.tree.map(lambda x: jnp.stack([x, x]), sites)
+  with pytest.raises(
+    ValueError, match=r"amaxes of shape \(2, 3\), and .* \(3,\): layers are stacked"
+  ):
+    serialization.from_bytes(stacked, stored)
+  current = serialization.to_bytes(_like(sites, "tensor_current"))
+  with pytest.raises(ValueError, match="remembers amaxes, and the state that is restored has none"):
+    serialization.from_bytes(sites, current)
+
+
+def _like(sites, recipe):
+  return jax.tree.map(
+    lambda site: site_lib.single(recipe, "auto", site.name),
+    sites,
+    is_leaf=lambda s: isinstance(s, site_lib.Site),
+  )
+
+
+def test_moments_are_serialized_with_their_format(rng):
+  params = {"w": rng.standard_normal((64, 128)).astype(np.float32)}
+  for name in ("coat", "bf16_sr", "fp8lm"):
+    tx = fp8jax.scale_by_adam(moment_format=name)
+    _, state = tx.update(params, tx.init(params))
+    back = serialization.from_bytes(tx.init(params), serialization.to_bytes(state))
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+  other = fp8jax.scale_by_adam(moment_format="tensor_e4m3_f16").init(params)
+  with pytest.raises(ValueError, match="holds e4m3_tensor_e8m0, and e4m3_tensor_f32 is expected"):
+    serialization.from_bytes(other, serialization.to_bytes(state))
+
+
+@pytest.mark.parametrize(
+  ("inner", "graph"),
+  [
+    (fp8jax.scale_by_adam(moment_format="coat"), True),
+    (fp8jax.scale_by_adam(moment_format="bf16_sr"), False),
+    (fp8jax.quantized_state(optax.sgd(1e-2, momentum=0.9), "e4m3_256"), True),
+  ],
+)
+def test_nnx_optimizer_takes_narrow_moments(rng, inner, graph):
+  """Three updates are those of the functional loop, to the bit: it knows no variables."""
+  xs = rng.standard_normal((3, 16, 128)).astype(np.float32)
+  tx = optax.chain(optax.clip_by_global_norm(1.0), inner, optax.scale(-1e-2))
+  model = nnx.Linear(128, 64, rngs=nnx.Rngs(0))
+  params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+  optimizer, state = nnx.Optimizer(model, tx, wrt=nnx.Param, graph=graph), tx.init(params)
+
+  @nnx.jit
+  def step(model, optimizer, x):
+    optimizer.update(model, nnx.grad(lambda m: (m(x) ** 2).mean())(model))
+
+  @jax.jit
+  def functional(params, state, x):
+    loss = lambda p: ((x @ p["kernel"] + p["bias"]) ** 2).mean()  # noqa: E731
+    updates, state = tx.update(jax.grad(loss)(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+  for x in xs:
+    step(model, optimizer, x)
+    params, state = functional(params, state, x)
+  made = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+  jax.tree.map(np.testing.assert_array_equal, made, params)
+  for got, want in zip(jax.tree.leaves(optimizer.opt_state), jax.tree.leaves(state), strict=True):
+    np.testing.assert_array_equal(got, want)
 
 
 def test_nnx_memory_is_of_the_amaxes_seen(rng):

@@ -488,3 +488,51 @@ def test_an_optimizer_by_name_trains_in_the_step(name):
   spec = harness.tiny_spec(harness.tiny_config("block_128", **changes))
   losses, _ = harness.Runner(spec).run(harness.host_batches()[:8])
   assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+  ("saved", "wanted"), [("sqrt_v", "coat"), ("fp8lm", "tensor_e4m3_f16"), ("bf16_sr", "e4m3_256")]
+)
+def test_moments_are_not_restored_as_those_of_another_format(tmp_path, saved, wanted):
+  """Of sqrt_v's and coat's arrays all shapes and dtypes of one moment are equal."""
+  params = {"w": jnp.ones((64, 256))}
+  old, new = (fp8jax.scale_by_adam(moment_format=name) for name in (saved, wanted))
+  _, state = old.update({"w": jnp.full((64, 256), 1e-3)}, old.init(params))
+  with ocp.StandardCheckpointer() as saver:
+    saver.save(tmp_path / "state", state)
+    saver.wait_until_finished()
+    back = saver.restore(tmp_path / "state", old.init(params))
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+    with pytest.raises(ValueError, match="data_"):
+      saver.restore(tmp_path / "state", new.init(params))
+
+
+def test_a_parameter_may_be_called_as_a_field_of_the_state(rng):
+  """Its moments are those of any other one's, and the count is the optimizer's."""
+  w, g = (rng.standard_normal((64, 128)).astype(np.float32) for _ in range(2))
+  tx = fp8jax.scale_by_adam(moment_format="coat")
+
+  def twice(name):
+    params = {"layer": {name: w, "b": w[0]}}
+    state = tx.init(params)
+    for _ in range(2):
+      made, state = tx.update({"layer": {name: g, "b": g[0]}}, state, params)
+    assert state.count == 2
+    return made["layer"][name]
+
+  want = twice("w")
+  for name in ("count", "mu", "nu", "inner_state"):
+    np.testing.assert_array_equal(twice(name), want)
+
+
+def test_a_vector_of_all_parameters_is_refused():
+  """None of its moments would be quantized."""
+  vector = jnp.ones(4096)
+  for tx in (fp8jax.scale_by_adam(moment_format="coat"), fp8jax.quantized_state(optax.adam(1e-3))):
+    with pytest.raises(ValueError, match="one vector of 4096 elements"):
+      optax.flatten(tx).init({"w": jnp.ones((32, 128))})
+    jax.eval_shape(tx.init, {"norm": vector})
+    jax.eval_shape(tx.init, vector[1:])
+  mask = quantized_moments.StorageMask(quantized=True)
+  state = fp8jax.scale_by_adam(moment_format="coat", mask=mask).init(vector)
+  assert state.mu.data.dtype == jnp.float8_e4m3fn

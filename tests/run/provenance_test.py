@@ -13,7 +13,7 @@ from fp8jax.run import provenance
 @pytest.mark.parametrize(
   ("written", "is_dirty"),
   [
-    ("README.md", False), ("experiments/2025_x/results/a.json", False), ("experiments/a.svg", False),
+    ("README.md", False), ("experiments/a/results/b.json", False), ("experiments/a.svg", False),
     ("fp8jax/run/provenance.py", True), ("experiments/2025_x/arms.py", True),
     ("configs/rules.json", True), ("requirements.txt", True),
   ],
