@@ -2,8 +2,10 @@
 
 import os
 
+from fp8jax import console
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
+from fp8jax.jobs import start
 from fp8jax.run import calibration, provenance
 from fp8jax.run.restore import load_or_init, output_folder
 from fp8jax.run.settings import Calibrate
@@ -18,14 +20,15 @@ def run(spec: train_spec.TrainSpec, workdir: str, out: str = ""):
   spec = loaded.spec if loaded else spec
   params = loaded.params if loaded else train_step.make_state(spec).params
   step = loaded.where.get("step", 0) if loaded else 0
-  fingerprint = loader.fingerprint(spec.data)
+  fingerprint, teacher = loader.fingerprint(spec.data), start.teacher(spec, console.console())
   batches = batch_sharding.TrainBatches(
     spec.data, spec.run.layout, spec.microbatch, spec.grad_accum_steps
   )
   placed = (batches.spread.place(next(batches.iterator)) for _ in range(spec.of(Calibrate).batches))
   try:
+    phase = loaded.phase if loaded else 0
     table = calibration.run(
-      spec, params, placed, step=step, fingerprint=fingerprint, phase=loaded.phase if loaded else 0
+      spec, params, placed, step=step, fingerprint=fingerprint, phase=phase, teacher=teacher
     )
   finally:
     batches.iterator.close()

@@ -131,6 +131,11 @@ def search_problems(config: Any) -> list[str]:
     "reward; set distill.weight=0",
   )
   collected.extend(_pass_problems(config, "search"))
+  collected.check(
+    not config.log.tensor_stats_every,
+    f"log.tensor_stats_every={config.log.tensor_stats_every}: --job=search draws the recipe of "
+    "every product anew in each step, and has no statistics of one; set log.tensor_stats_every=0",
+  )
   for key in ("policy", "schedule"):
     collected.check(
       not config.precision[key],

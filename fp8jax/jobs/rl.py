@@ -24,6 +24,7 @@ from fp8jax.generation.settings import Generate
 from fp8jax.generation.stoppable import AskedToStop, Stoppable, heed
 from fp8jax.jobs import evaluate_tasks, rl_reward, run_state, start, train
 from fp8jax.jobs import generator as generator_lib
+from fp8jax.ops import scaling
 from fp8jax.rl import pairs, reward, reward_model, rollout, scoring
 from fp8jax.rl.settings import REWARD, RL
 from fp8jax.run import evaluator
@@ -132,12 +133,19 @@ class RLState(run_state.RunState):
     return state, {**values, **self._values}
 
   def _sites(self, state, step: int):
-    """The sites of a step that has not begun. A phase that begins with it has no scales of its own
-    yet: they are the calibration's, or those of the tensors themselves."""
+    """The sites of a step that has not begun.
+
+    A phase that begins with it has no scales of its own yet: they are those that a policy leaves as
+    they were, the calibration's, or those of the tensors themselves.
+    """
     phase, states = self.spec.phase(step), state.scaling_states
     here = self.spec.precision.phases[phase]
     if step == here.start and self.phase != phase:
-      states = {} if here.by_policy else self.of_table(step, phase) or {}
+      if here.by_policy:
+        before, now = (self.spec.sites(phase=p) for p in (self.spec.phase(step - 1), phase))
+        states = scaling.carried(before, states, now, scaling.states(now))
+      else:
+        states = self.of_table(step, phase, has_gradients=False) or {}
     return evaluator.sites_of(self.spec, None, states, phase)
 
   def _saved(self, path: str) -> list[dict[str, np.ndarray]]:
@@ -307,7 +315,7 @@ def _of_questions(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
     contents["rl.tasks"] = f"{own.tasks}, completions end at {stops}"
   fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
   open_ = lambda spec: Questions(spec, prompts)  # noqa: E731
-  return train.Feed(fingerprint, open_, contents, asks=True), judge
+  return train.Feed(fingerprint, open_, contents, asks=True, loss=_loss(own)), judge
 
 
 def _of_pairs(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
@@ -317,4 +325,9 @@ def _of_pairs(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
   text = repr([stored.fingerprint(), data.tokenizer.fingerprint, data.seq_len, data.seed])
   fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
   open_ = lambda spec: pairs.Batches(spec, stored)  # noqa: E731
-  return train.Feed(fingerprint, open_, asks=True), reward.of_verifiers
+  loss = _loss(spec.of(RL))
+  return train.Feed(fingerprint, open_, asks=True, loss=loss), reward.of_verifiers
+
+
+def _loss(own: RL) -> str:
+  return f"rl.loss={own.loss}, {own.objective}"

@@ -28,6 +28,11 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
       f"data.epochs={epochs} with --job=rl, which does not train on data.sources; set steps, and "
       "data.epochs=0"
     )
+  if spec.log.source_loss:
+    texts.append(
+      "log.source_loss=True with --job=rl, whose losses are of completions or pairs and of no "
+      "source; set log.source_loss=False"
+    )
   if own.loss == REWARD:
     return texts + rl_reward.problems_of_spec(spec)
   rule = own.objective

@@ -105,12 +105,12 @@ class RunReports:
     for line in alarms.as_lines(step, events):
       self.out.print(line)
 
-  def refresh(self, step: int, sites, before, after):
-    """Writes all scales before and after a refresh, for precision.calibration."""
+  def refresh(self, loss: str, step: int, sites, before, after):
+    """Writes all scales before and after a refresh, for precision.calibration of this loss."""
     if jax.process_index() == 0:
+      of_run = {"step": step, "fingerprint": self._fingerprint, "loss": loss}
       tables = (
-        calibration.of_states(self._spec, sites, states, step=step, fingerprint=self._fingerprint)
-        for states in (before, after)
+        calibration.of_states(self._spec, sites, states, **of_run) for states in (before, after)
       )
       names = calibration.keep_refresh(self.workdir, step, *tables)
       self.log.write_row(step + 1, {"refresh": names})

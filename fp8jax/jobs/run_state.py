@@ -13,10 +13,11 @@ from fp8jax.data import batch_sharding
 from fp8jax.errors import UserError
 from fp8jax.jobs import policy_runner
 from fp8jax.kernels import self_test
+from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site_tree
 from fp8jax.optim import storage
 from fp8jax.phases import decide
-from fp8jax.quantization import tensor_stats
+from fp8jax.quantization import amax_history, tensor_stats
 from fp8jax.run import alarms as run_alarms
 from fp8jax.run import calibration as calibration_lib
 from fp8jax.run import evaluator as evaluator_lib
@@ -104,7 +105,7 @@ class RunState:
     elif here.by_policy and is_first:
       state = self.policies.begin_phase(state, batch, step, phase)
     elif (known := self.of_table(step, phase)) is not None:
-      state = dataclasses.replace(state, scaling_states=known)
+      state = self._of_table(known, state, batch, step, phase)
     else:
       state = self.policies.calibrated(state, batch, phase)
     self.policies.await_scales(state, phase)
@@ -121,13 +122,25 @@ class RunState:
       self._proven = spec
     return state
 
-  def of_table(self, step: int, phase: int) -> dict[str, Any] | None:
+  def _of_table(self, known, state: State, batch, step: int, phase: int) -> State:
+    """The state with the scales of a table, and with those of the batch where it has none."""
+    if not scaling_lib.unknown(self.spec.sites(phase=phase), known):
+      return dataclasses.replace(state, scaling_states=known)
+    self._out.print(
+      f"step {step}: scales of gradients begin from the next batch: precision.calibration has none "
+      "of this run's loss"
+    )
+    fresh = self.policies.calibrated(state, batch, phase)
+    filled = {n: amax_history.filled(s, fresh.scaling_states[n]) for n, s in known.items()}
+    return dataclasses.replace(fresh, scaling_states=filled)
+
+  def of_table(self, step: int, phase: int, has_gradients: bool = True) -> dict[str, Any] | None:
     """The scaling states that the calibration's table gives to the sites of a phase; None without.
 
     One that lacks a row for a recipe that a policy chose gives none, and says so.
     """
     try:
-      at = self.spec.sites(phase=phase), self.spec.run.layout
+      at = self.spec.sites(phase=phase), self.spec.run.layout, has_gradients
       return self.calibration and calibration_lib.scaling_states_of(self.calibration, *at)
     except UserError as e:
       self._out.print(f"step {step}: scales begin from the next batch: {e}")

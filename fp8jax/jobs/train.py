@@ -32,6 +32,7 @@ class Feed:
     contents: {key: of what its files hold}, which a resumed run must have again.
     asks: whether eval.tasks are asked at every evaluation, also without a policy that reads them.
     is_of_sources: whether it is what data.sources names.
+    loss: that gradients are of, in words; "" is that of texts.
   """
 
   fingerprint: str
@@ -39,6 +40,7 @@ class Feed:
   contents: dict[str, str] = dataclasses.field(default_factory=dict)
   asks: bool = False
   is_of_sources: bool = False
+  loss: str = ""
 
 
 def texts(spec: train_spec.TrainSpec) -> Feed:
@@ -99,10 +101,11 @@ def _train(
   rows = start.all_site_rows(spec)
   start.print_start(out, spec, changes, fingerprint, rows)
   tasks = accuracy.TaskAccuracy(spec, workdir, out.print, feed.asks)
-  path = spec.calibration
-  table = calibration.load(spec, os.path.expanduser(path)) if path else None
-  teacher = start_lib.teacher(spec, out)
-  policies = policy_runner.PolicyRunner(spec, reports.actions, reports.refresh, teacher)
+  path, teacher = spec.calibration, start_lib.teacher(spec, out)
+  loss = feed.loss or distillation.loss_of(spec, teacher)
+  table = calibration.load(spec, os.path.expanduser(path), loss) if path else None
+  refresh = functools.partial(reports.refresh, loss)
+  policies = policy_runner.PolicyRunner(spec, reports.actions, refresh, teacher)
   if feed.is_of_sources and spec.data.chat is not None:
     start.print_chats(out, spec, spec.data.chat.samples_per_step)
   batches = feed.open(spec)

@@ -83,6 +83,15 @@ def update(state: ScalingState, amax_3, recipe: Recipe) -> ScalingState:
   return ScalingState(jnp.stack(amaxes, axis=-1), history)
 
 
+def filled(state: ScalingState, other: ScalingState) -> ScalingState:
+  """The state, with those of another of the same recipe where amaxes are not known."""
+  is_known_3 = ~jnp.isnan(state.amax_3)
+  return ScalingState(
+    jnp.where(is_known_3, state.amax_3, other.amax_3),
+    jnp.where(is_known_3[..., None], state.history_3H, other.history_3H),
+  )
+
+
 def resized(state: ScalingState, steps: int) -> ScalingState:
   """The state with a history of so many steps: the newest, or zeros, which say nothing, behind."""
   history = jnp.asarray(state.history_3H)[..., :steps]

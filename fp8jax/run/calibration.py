@@ -25,13 +25,14 @@ from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import CURRENT, Static
 from fp8jax.run import nonfinite, provenance, schemas
 from fp8jax.run.settings import Calibrate
+from fp8jax.step import distillation
 from fp8jax.step.train_spec import TrainSpec
 
 FORMAT = "fp8jax calibration 1"
 
 
 def run(
-  spec: TrainSpec, params, batches, *, step: int, fingerprint: str, phase: int = 0
+  spec: TrainSpec, params, batches, *, step: int, fingerprint: str, phase: int = 0, teacher=None
 ) -> dict[str, Any]:
   """Watches forward and backward passes and returns the table.
 
@@ -41,6 +42,7 @@ def run(
   Args:
     batches: placed batches; ranges are those of all of them together.
     phase: of the precision schedule, whose passes are watched.
+    teacher: of step/distillation.py.
 
   Raises:
     UserError: calibrate.method is not "amax" and no scale is delayed or static.
@@ -56,7 +58,7 @@ def run(
     )
   width = tensor_stats.LOUD if method == "amax" else tensor_stats.COUNTED
   total, count = {}, 0
-  for _, stats, _ in nonfinite.stats_of_steps(spec, params, batches, phase, width):
+  for _, stats, _ in nonfinite.stats_of_steps(spec, params, batches, phase, width, teacher):
     for name, values in stats.items():
       total[name] = tensor_stats.combine(total[name], values) if name in total else values
     count += 1
@@ -70,13 +72,15 @@ def run(
         {"site": name, "tensor": tensor, "step": step, "data": fingerprint}
         | _of_tensor(recipe, tensor, statistics, spec.of(Calibrate), recipe == recipes[0][name])
       )
-  return _table(spec, rows, count, step, fingerprint)
+  return _table(spec, rows, count, step, fingerprint, distillation.loss_of(spec, teacher))
 
 
-def _table(spec: TrainSpec, rows, batches: int, step: int, fingerprint: str) -> dict[str, Any]:
+def _table(
+  spec: TrainSpec, rows, batches: int, step: int, fingerprint: str, loss: str
+) -> dict[str, Any]:
   """Rows, with what their ranges depend on."""
   return {
-    "format": FORMAT, "batches": batches, "step": step, "data": fingerprint,
+    "format": FORMAT, "batches": batches, "step": step, "data": fingerprint, "loss": loss,
     "tokens": spec.tokens_per_step, "smooth_swiglu": spec.run.smooth_swiglu, "rows": rows,
   }  # fmt: skip
 
@@ -105,7 +109,7 @@ def _of_tensor(
 
 
 def of_states(
-  spec: TrainSpec, sites, scaling_states, *, step: int, fingerprint: str
+  spec: TrainSpec, sites, scaling_states, *, step: int, fingerprint: str, loss: str
 ) -> dict[str, Any]:
   """The table of the known scales of a state, which `load` brings back to the bit.
 
@@ -113,6 +117,7 @@ def of_states(
 
   Args:
     scaling_states: {site name: ScalingState} of `sites`.
+    loss: of which gradients are, in words.
   """
   rows, named = [], site_lib.flatten(sites)
   for name, state in jax.device_get(dict(scaling_states)).items():
@@ -129,7 +134,7 @@ def of_states(
          "recipe": site.recipe.name, "amax": float(amax), "scale": float(scale)}
         for layer, amax, scale in of_layers if np.isfinite(amax)
       ]  # fmt: skip
-  return _table(spec, rows, 0, step, fingerprint)
+  return _table(spec, rows, 0, step, fingerprint, loss)
 
 
 def keep_refresh(workdir: str, step: int, before, after) -> dict[str, str]:
@@ -159,16 +164,18 @@ def _has(path: str, table: Mapping[str, Any]) -> bool:
 
 
 def read(
-  path: str, names: Container[str] | None = None, tokens: int = 0, smooth_swiglu: str = ""
-) -> dict[tuple[str, str], float]:
+  path: str, names: Container[str] | None = None, tokens: int = 0, smooth_swiglu: str = "",
+  loss: str = "",
+) -> dict[tuple[str, str], float]:  # fmt: skip
   """{(layer's site, tensor): amax} of a table.
 
   Args:
     names: of the model's sites, one per layer; None does not compare them.
     tokens: of a step, where static scales of gradients start from the table: they are of the mean
       loss over a step's tokens. 0 does not compare them.
-    smooth_swiglu: in which its ranges are needed; "" does not compare it. A table that states
-      neither was written by hand.
+    smooth_swiglu: in which its ranges are needed; "" does not compare it.
+    loss: of which gradients are needed, in words; "" does not compare it. The rows of gradients of
+      another are left out. A table that states none of the three was written by hand.
 
   Raises:
     UserError: not such a table, an amax that is no float32 number >= 0, rows that contradict
@@ -178,6 +185,9 @@ def read(
   table = records.read(path, schemas.Calibration, f"{remedy} take one")
   if table["format"] != FORMAT:
     raise UserError(f"{path} has the format {table['format']!r}, expected {FORMAT!r}; {remedy}")
+  # Older tables state no loss, and are of text.
+  made = table.get("loss", distillation.CROSS_ENTROPY if "tokens" in table else loss)
+  is_other, tokens = bool(loss) and made != loss, tokens if made == loss else 0
   for key, wanted in (("tokens", tokens), ("smooth_swiglu", smooth_swiglu)):
     if wanted and table.get(key, wanted) != wanted:
       meaning = {"tokens": "tokens a step (global_batch * seq_len), over which losses are means",
@@ -204,16 +214,15 @@ def read(
         f"{where}: amax={amax!r} of {key[0]}, tensor {key[1]}, which an earlier row gives as "
         f"{amaxes[key]!r}; leave one of them"
       )
-  return amaxes
+  return {key: amax for key, amax in amaxes.items() if not (is_other and key[1] == "g")}
 
 
-def load(
-  spec: TrainSpec, path: str, has_gradients: bool = True
-) -> dict[tuple[str, str], float]:  # fmt: skip
+def load(spec: TrainSpec, path: str, loss: str = "") -> dict[tuple[str, str], float]:
   """`read` of a table that has all rows that the phases of the precision schedule need.
 
   Args:
-    has_gradients: whether gradients are quantized by it; an evaluation has none, and other steps.
+    loss: of which the gradients are that are quantized by it; "" for an evaluation, which has none,
+      and other steps.
 
   Raises:
     UserError: see `read` and `scaling_states_of`; a table that no site of any phase starts from.
@@ -221,9 +230,9 @@ def load(
   phases = range(len(spec.precision.phases))
   of_g = {s for p in phases for r in site_tree.recipes_of(spec.sites(phase=p)).values()
           for s in (amax_history.sources(r)[amax_history.TENSORS.index("g")],)}  # fmt: skip
-  is_compared = has_gradients and any(isinstance(s, Static) for s in of_g)
+  is_compared = bool(loss) and any(isinstance(s, Static) for s in of_g)
   tokens = spec.tokens_per_step if is_compared else 0
-  amaxes = read(path, site_tree.recipes_of(spec.sites()), tokens, spec.run.smooth_swiglu)
+  amaxes = read(path, site_tree.recipes_of(spec.sites()), tokens, spec.run.smooth_swiglu, loss)
   states = [scaling_states_of(amaxes, spec.sites(phase=phase)) for phase in phases]
   if not any(states):
     raise UserError(
@@ -234,7 +243,10 @@ def load(
 
 
 def scaling_states_of(
-  amaxes: Mapping[tuple[str, str], float], sites, layout: axes.Layout = axes.LOCAL
+  amaxes: Mapping[tuple[str, str], float],
+  sites,
+  layout: axes.Layout = axes.LOCAL,
+  has_gradients: bool = False,
 ) -> dict[str, amax_history.ScalingState]:
   """The scaling states that sites with delayed or static scales start from, however policies have
   split them.
@@ -242,19 +254,20 @@ def scaling_states_of(
   Args:
     amaxes: of `read`.
     layout: every device of its mesh holds them.
+    has_gradients: whether gradients are quantized by them. Of a table without any of these their
+      amaxes are then NaN, until a batch gives them.
 
   Raises:
     UserError: a tensor of a site that the table does not know and a scale is to come from.
   """
-  result = {}
+  result, has_g = {}, any(tensor == "g" for _, tensor in amaxes)
   for name, site in site_lib.flatten(sites).items():
     if site.scaling_state is None:
       continue
-    needed = [
-      t
-      for t, s in zip(amax_history.TENSORS, amax_history.sources(site.recipe))
-      if s not in (None, CURRENT)
-    ]
+    of_tensors = zip(amax_history.TENSORS, amax_history.sources(site.recipe))
+    needed = [t for t, s in of_tensors if s not in (None, CURRENT)]
+    unknown = {"g": np.nan} if has_gradients and "g" in needed and not has_g else {}
+    needed = needed if has_g else [t for t in needed if t != "g"]
     missing = [(n, t) for n in site.layer_names for t in needed if (n, t) not in amaxes]
     if missing:
       raise UserError(
@@ -262,7 +275,10 @@ def scaling_states_of(
         "calibrate this model again with --job=calibrate, or add the row"
       )
     table = np.asarray(
-      [[amaxes.get((n, t), 0.0) for t in amax_history.TENSORS] for n in site.layer_names],
+      [
+        [amaxes.get((n, t), unknown.get(t, 0.0)) for t in amax_history.TENSORS]
+        for n in site.layer_names
+      ],
       np.float32,
     )
     result[name] = amax_history.calibrated(site.recipe, table if site.layers else table[0])

@@ -173,10 +173,11 @@ class Checkpoints:
     )
     if any(key.startswith("model.") and not key.startswith(_BEGUN) for key in accepted):
       begin = "begin in another --workdir: its weights are of another model"
+    several = "all of " * (len(accepted) > 1)
     raise UserError(
       f"the checkpoint {folder} holds another state than this configuration's: "
       f"{_difference(stored, wanted)}. "
-      + f"checkpoint.accept_changes cannot accept {', '.join(accepted)}. " * bool(accepted)
+      + f"checkpoint.accept_changes cannot accept {several}{', '.join(accepted)}. " * bool(accepted)
       + f"Train on as it was; or {begin}"
     )
 

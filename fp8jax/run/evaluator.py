@@ -114,15 +114,20 @@ def sites_of(
 ) -> Any:
   """The tree of sites of a forward pass, delayed and static scales from `scaling_states`.
 
-  Without any, and while a batch with finite amaxes is awaited, they are chosen from the tensors
-  themselves.
+  Those of a site that has none, or for which a batch with finite amaxes is awaited, are chosen from
+  the tensors themselves.
   """
   tree = spec.sites(recipe, phase=phase)
-  if not scaling_lib.states(tree):
-    return tree
-  if scaling_states and not scaling_lib.unknown(tree, scaling_states):
-    return scaling_lib.with_states(tree, scaling_states)
-  return site_lib.with_current_scales(tree)
+  awaited = {*scaling_lib.unknown(tree, scaling_states)} if scaling_lib.states(tree) else set()
+
+  def one(site):
+    if site.scaling_state is None:
+      return site
+    if site.name in scaling_states and awaited.isdisjoint(site.layer_names):
+      return dataclasses.replace(site, scaling_state=scaling_states[site.name])
+    return site_lib.with_current_scales(site)
+
+  return site_lib.tree_map(one, tree)
 
 
 def run_of(spec: TrainSpec, recipe: str | None, sites) -> ComputeConfig:

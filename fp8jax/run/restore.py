@@ -143,7 +143,7 @@ def load_weights(
       params = train_step.make_state(begun, params).params
     states = {}
     if table and has_scales:
-      amaxes = calibration.load(spec, table, has_gradients=False)
+      amaxes = calibration.load(spec, table)
       states = calibration.scaling_states_of(amaxes, spec.sites(), spec.run.layout)
     return Loaded(spec, params, 0, states, {"hf": folder}, {}, dtype)
   params, step, meta = restore_params(spec, workdir)

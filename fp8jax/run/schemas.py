@@ -105,7 +105,7 @@ CalibrationRow = TypedDict("CalibrationRow", {
   "site": Required[str], "tensor": Required[str], "amax": Required[float], "scale": Positive,
 }, total=False)  # fmt: skip
 Calibration = TypedDict("Calibration", {
-  "format": Required[str], "rows": Required[list[CalibrationRow]], "tokens": Count,
+  "format": Required[str], "rows": Required[list[CalibrationRow]], "loss": str, "tokens": Count,
   "smooth_swiglu": str,
 }, total=False)  # fmt: skip
 

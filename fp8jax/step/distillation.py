@@ -21,6 +21,8 @@ from fp8jax.ops import stored_params
 from fp8jax.recipe import library
 
 BASE = ()
+# The loss of texts without a teacher, in words.
+CROSS_ENTROPY = "cross entropy"
 
 
 def declaration(spec):
@@ -76,6 +78,14 @@ def identity(teacher, key: str = "distill.teacher") -> dict[str, str]:
   if not teacher:
     return {}
   return {key: "sum " + params_lib.digest(teacher)}
+
+
+def loss_of(spec, teacher) -> str:
+  """The loss of texts, in words: what amaxes of its gradients depend on."""
+  if teacher is None:
+    return CROSS_ENTROPY
+  own, where = spec.distill, identity(teacher).get("distill.teacher", "the frozen base")
+  return f"{CROSS_ENTROPY}, distill.weight={own.weight}, temperature={own.temperature}, {where}"
 
 
 def taught(spec, params, batch, teacher):

@@ -100,6 +100,10 @@ def test_stage_is_the_same_interrupted_and_chooses_its_own_scales(folder, tmp_pa
 def test_stage_without_a_checkpoint_or_of_another_model_is_refused(folder, tmp_path):
   with pytest.raises(ConfigError, match="init.weights_only=True without init.workdir"):
     _spec(folder, **{"init.weights_only": True})
+  with pytest.raises(ConfigError, match="init.step=3 without init.workdir: training would start"):
+    _spec(folder, **{"init.step": 3})
+  with pytest.raises(ConfigError, match="init.requantize=True without init.hf"):
+    harness.text_spec("bf16", **{"init.requantize": True})
   first = {"init.workdir": str(tmp_path / "first"), "init.weights_only": True}
   with pytest.raises(FileNotFoundError, match="holds no checkpoint; train that run first"):
     train.run(_spec(folder, **first), str(tmp_path / "second"))

@@ -58,7 +58,7 @@ def test_changes_that_start_another_state_are_refused_by_name(tmp_path, capsys):
     begin = "begin in another --workdir: its weights are of another model"
     begin = begin if key == size else f"init.workdir={tmp_path} --config.ini"
     message = f"holds another state than this configuration's: .*{differs}. checkpoint.accept_c"
-    message += rf"hanges cannot accept {key}, optim.peak_lr\. .*{begin}"
+    message += rf"hanges cannot accept all of {key}, optim.peak_lr\. .*{begin}"
     with pytest.raises(ConfigError) as e:
       train(**both)
     assert f'accept_changes="{tuple(sorted(both))}"; or start again' in str(e.value)

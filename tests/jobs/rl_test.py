@@ -1,5 +1,6 @@
 """--job=rl: what a step learns from, resuming within a rollout, and what is refused."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -7,6 +8,7 @@ import types
 
 import chats
 import harness
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -17,6 +19,7 @@ from fp8jax.generation import api
 from fp8jax.generation.stoppable import AskedToStop
 from fp8jax.jobs import calibrate, diagnose, rl, start, train
 from fp8jax.ops import scaling, site_tree
+from fp8jax.ops import site as site_lib
 from fp8jax.ops.policy_gradient import OBJECTIVES
 from fp8jax.run import nonfinite, preemption
 
@@ -147,6 +150,7 @@ def test_a_mistake_is_said_once_and_in_its_own_words(questions):
   assert text.count("no_such/config.json") == 1
   text = refused(questions, **{"rl.loss": "dpo", "rl.beta": 0.0, "rl.reference": "no_such"})
   assert "rl.beta=0.0 must be positive" in text and "not read" not in text
+  assert "log.source_loss=True with --job=rl" in refused(questions, **{"log.source_loss": True})
 
 
 def test_a_policy_keeps_the_template_and_the_ends_that_it_learned_with(questions, tmp_path):
@@ -381,6 +385,29 @@ def test_a_phase_that_begins_draws_by_scales_of_its_own_or_of_the_tensors(monkey
     own.of_table = functools.partial(rl.RLState.of_table, own)
     sites = rl.RLState._sites(own, before, step)
     assert bool(scaling.states(sites)) == is_delayed, (step, table)
+
+
+def test_a_phase_of_a_policy_draws_by_the_scales_that_it_leaves():
+  """Of sites that keep their recipe; training goes on with them."""
+  rules = [(("head", "bf16"), ("layers/.*/attn/.*", "tensor_delayed"), (".*", "bf16")),
+           (("head", "bf16"), (".*", "tensor_delayed"))]  # fmt: skip
+  spec = harness.one_layer_spec(**{
+    "precision.rules": rules[0], "precision.schedule": ((2, rules[1]),), "steps": 4,
+  })  # fmt: skip
+  first, second = spec.precision.phases
+  phases = first, dataclasses.replace(second, by_policy=True)
+  spec = dataclasses.replace(spec, precision=dataclasses.replace(spec.precision, phases=phases))
+  known = {
+    name: dataclasses.replace(state, amax_3=jnp.full_like(state.amax_3, 3.0))
+    for name, state in scaling.states(spec.sites(phase=0)).items()
+  }
+  own = types.SimpleNamespace(spec=spec, phase=0, calibration=None)
+  sites = rl.RLState._sites(own, types.SimpleNamespace(scaling_states=known), 2)
+  drawn = scaling.states(sites)
+  assert drawn.keys() == known.keys() and all("attn" in name for name in known)
+  assert all(np.all(state.amax_3 == 3.0) for state in drawn.values())
+  up = site_lib.flatten(sites)["layers/mlp/up"]
+  assert up.recipe.is_quantized and not up.recipe.is_stateful
 
 
 @pytest.mark.slow

@@ -168,7 +168,9 @@ def test_a_roll_back_takes_no_scales_of_other_recipes_or_another_table(tmp_path)
   static = {"precision.rules": (("head", "bf16"), (".*", "e4m3_static"))}
   spec = harness.text_spec(steps=4, **_UNDONE, **static)
   state, _ = harness.calibrated_batches(spec, 1)
-  first = calibration.of_states(spec, spec.sites(), state.scaling_states, step=0, fingerprint="")
+  first = calibration.of_states(
+    spec, spec.sites(), state.scaling_states, step=0, fingerprint="", loss=""
+  )
   second = {**first, "rows": [{**row, "amax": row["amax"] * 4} for row in first["rows"]]}
   tables = {}
   for name, table in (("first", first), ("second", second)):

@@ -12,7 +12,8 @@ from fp8jax.errors import UserError
 from fp8jax.jobs import calibrate, train
 from fp8jax.run import calibration
 from fp8jax.run.settings import Calibrate
-from fp8jax.step import train_step
+from fp8jax.step import distillation, train_step
+from fp8jax.step.distillation import CROSS_ENTROPY
 
 STATIC_LATE_LAYERS = {
   "precision.schedule": ((3, (("head", "bf16"), ("layers/.*", "e4m3_static"))),)
@@ -42,6 +43,43 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   train.run(on_mesh, str(tmp_path / "run"))
   state = harness.saved_state(tmp_path / "run", spec, 2)
   harness.assert_trees_equal(state.scaling_states, scaling_states)  # static: never moved
+  # Of another loss, or without a gradient: those begin from the first batch of the run.
+  path.write_text(json.dumps(table | {"loss": "rl.loss=dpo"}))
+  train.run(on_mesh, str(tmp_path / "other"))
+  other = harness.saved_state(tmp_path / "other", spec, 2).scaling_states["layers/mlp/up"]
+  mine = scaling_states["layers/mlp/up"]
+  np.testing.assert_array_equal(other.amax_3[:, :2], mine.amax_3[:, :2])
+  batches = train.texts(spec).open(spec)
+  first = [batches.spread.place(next(batches.iterator))]
+  batches.iterator.close()
+  params = train_step.make_state(spec).params
+  start = calibration.run(spec, params, first, step=0, fingerprint="")
+  wanted = {r["site"]: r["amax"] for r in start["rows"] if r["tensor"] == "g"}
+  wanted = [wanted[f"layers/{i}/mlp/up"] for i in range(3)]
+  np.testing.assert_allclose(other.amax_3[:, 2], wanted, rtol=1e-5)  # sums over a mesh
+  assert not np.any(np.isclose(wanted, mine.amax_3[:, 2], rtol=1e-3))
+
+
+def test_gradients_are_those_of_the_teacher_s_loss():
+  """A student like its teacher has none, and the forward pass is that of any loss."""
+  changes = {"distill.weight": 1.0, "init.workdir": "of the teacher"}
+  spec, plain = (
+    dataclasses.replace(harness.one_layer_spec(**own), sections={Calibrate: Calibrate()})
+    for own in (changes, {})
+  )
+  params = harness.init_params(spec.model)
+  batch = harness.weighted_batch(np.random.default_rng(0))
+  teacher = distillation.take(spec, params)
+  of = {"step": 0, "fingerprint": ""}
+  taught = calibration.run(spec, params, [batch], teacher=teacher, **of)
+  untaught = calibration.run(plain, params, [batch], **of)
+  for row, other in zip(taught["rows"], untaught["rows"], strict=True):
+    if row["tensor"] == "g":
+      assert row["amax"] < 1e-6 * other["amax"]
+    else:
+      assert row["amax"] == other["amax"]
+  assert untaught["loss"] == "cross entropy"
+  assert taught["loss"].startswith("cross entropy, distill.weight=1.0, temperature=1.0, sum ")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +173,7 @@ def test_a_table_of_another_step_is_refused_where_its_ranges_are_others(tmp_path
 
   def load(recipe, made, **changes):
     path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows} | made))
-    return calibration.load(harness.text_spec(recipe, **changes), str(path))
+    return calibration.load(harness.text_spec(recipe, **changes), str(path), CROSS_ENTROPY)
 
   spec = harness.text_spec("e4m3_static")
   tokens, form = spec.tokens_per_step, spec.run.smooth_swiglu
@@ -143,7 +181,14 @@ def test_a_table_of_another_step_is_refused_where_its_ranges_are_others(tmp_path
     assert len(load("e4m3_static", made)) == len(rows)
   with pytest.raises(UserError, match=f"with {2 * tokens} tokens a step .* expected {tokens} here"):
     load("e4m3_static", {"tokens": 2 * tokens})
-  assert calibration.load(spec, str(path), has_gradients=False)  # an evaluation's
+  assert calibration.load(spec, str(path))  # an evaluation's
+  # The gradients of another loss are left out, whatever the tokens; older tables are of text.
+  for made in ({"loss": "another"}, {"loss": "another", "tokens": 2 * tokens}, {"tokens": tokens}):
+    loss = "rl.loss=dpo" if "loss" not in made else CROSS_ENTROPY
+    path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows} | made))
+    amaxes = calibration.load(spec, str(path), loss)
+    assert {tensor for _, tensor in amaxes} == {"x", "w"}
+    assert calibration.read(str(path), loss=made.get("loss", CROSS_ENTROPY)).keys() > amaxes.keys()
   assert load("tensor_delayed", {"tokens": 2 * tokens})  # its first step measures its own
   with pytest.raises(UserError, match="made with 'token' as precision.smooth_swiglu.* 'none' here"):
     load("e4m3_static", {"tokens": tokens, "smooth_swiglu": "token"})

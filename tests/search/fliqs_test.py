@@ -252,6 +252,7 @@ def test_search_that_makes_no_sense_is_refused():
     ({"search.target": 0.01}, r"must be from 0.0625 to 1"),
     ({"search.delay": 8}, "below steps=8"),
     ({"precision.rules": ((".*", "bf16"),)}, "nothing is searched"),
+    ({"log.tensor_stats_every": 2}, "has no statistics of one; set log.tensor_stats_every=0"),
   ):
     with pytest.raises(resolve.ConfigError, match=why):
       _spec(**changes)
