@@ -133,8 +133,8 @@ def search_problems(config: Any) -> list[str]:
   collected.extend(_pass_problems(config, "search"))
   collected.check(
     not config.log.tensor_stats_every,
-    f"log.tensor_stats_every={config.log.tensor_stats_every}: --job=search draws the recipe of "
-    "every product anew in each step, and has no statistics of one; set log.tensor_stats_every=0",
+    f"log.tensor_stats_every={config.log.tensor_stats_every}: --job=search draws a recipe for "
+    "every product in each step, and has no statistics of one; set log.tensor_stats_every=0",
   )
   for key in ("policy", "schedule"):
     collected.check(
