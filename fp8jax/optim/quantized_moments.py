@@ -229,17 +229,15 @@ def stored(
     return optax.with_extra_args_support(transformation)
   whole = _stored(transformation, formats, {k: k for k in formats}, mask, seed, _zeros)
 
-  def start(params) -> Any:
-    return cast(QuantizedState, whole.init(params)).inner_state
-
   def update(updates, state: Any, params=None, **rest):
     new: Any
     # Also of a chain. A parameter may have this name too.
-    is_own = lambda path, _: not any(getattr(k, "name", "") in formats for k in path)  # noqa: E731
+    is_own = lambda path, _: formats.keys().isdisjoint(getattr(k, "name", "") for k in path)  # noqa: E731
     count: Any = optax.tree.get(state, "count", filtering=is_own)
     updates, new = whole.update(updates, QuantizedState(count, state), params, **rest)
     return updates, new.inner_state
 
+  start = lambda params: cast(QuantizedState, whole.init(params)).inner_state  # noqa: E731
   return optax.GradientTransformationExtraArgs(start, update)
 
 
@@ -274,8 +272,6 @@ def _stored(transformation, formats, fields, mask: StorageMask, seed: int, first
 
   def init(params):
     params = _arrays(params)
-    if mask.quantized is is_large:
-      _refuse_vector(params)
     large = {x.shape for x in jax.tree.leaves(params) if is_large(x)}
 
     def walk(node, where="the state"):
@@ -328,34 +324,23 @@ def _arrays(params):
   return params if nnx is None else nnx.as_pure(params)
 
 
-def _refuse_vector(params):
-  """Raises ValueError for parameters that were joined to a vector already."""
-  if jax.tree_util.all_leaves([params]) and params.ndim == 1 and params.size >= _LARGE:
-    raise ValueError(
-      f"the parameters are one vector of {params.size} elements, whose moments would stay in "
-      "float32: give them as they are, without optax.flatten or ravel_pytree, or set "
-      "mask=StorageMask(quantized=True)"
-    )
-
-
 def _refuse_flat(where: str, part, params):
   """Raises ValueError for a moment of parameters that were joined to a vector: none is large."""
-  shapes = {jnp.shape(x) for x in jax.tree.leaves(params)}
+  shapes = {jnp.shape(x) for x in jax.tree.leaves(params) if x is not params}
   for x in jax.tree.leaves(part):
     if jnp.ndim(x) == 1 and jnp.size(x) >= _LARGE and jnp.shape(x) not in shapes:
       raise ValueError(
-        f"{where} is a vector of {jnp.size(x)} elements, and no parameter is: it would stay in "
+        f"{where} is a vector of {jnp.size(x)} elements, of all parameters: it would stay in "
         "float32. Leave optax.flatten out, or set mask=StorageMask(quantized=True)"
       )
 
 
 def _moments(moment_format: str | Moments) -> Moments:
   """The formats of a name, or those given."""
-  if isinstance(moment_format, str):
-    return storage.moments(moment_format)
-  if not isinstance(moment_format, Moments):
+  moments = storage.moments(moment_format) if isinstance(moment_format, str) else moment_format
+  if not isinstance(moments, Moments):
     raise TypeError(f"{moment_format=} must be a name of storage.moments or a Moments(mu, nu)")
-  return moment_format
+  return moments
 
 
 def _refuse(formats: Mapping[str, Quant | None], decays: Mapping[str, Any]):
