@@ -287,7 +287,7 @@ def keys():
 
 def _commit() -> str:
   made = provenance.sources()
-  return made["commit"] + "-dirty" * made["dirty"]
+  return f"{made['commit']}" + "-dirty" * bool(made["dirty"])
 
 
 def run_all(limit: int):

@@ -30,6 +30,7 @@ class Needs:
     batches: keys of the batches that it computes, which the mesh divides.
     has_steps: whether it takes a number of steps: data.epochs counts all conversations.
     has_calibration: whether it reads precision.calibration, which may be yet to be written.
+    has_teacher: whether it takes no steps and computes the loss of training.
     takes_scores: whether the model may have a reward head.
     is_wide: whether no product of it is quantized: the mesh may then cut the scale tiles and
       rotated blocks of recipes.
@@ -45,8 +46,14 @@ class Needs:
   batches: tuple[str, ...] = ("global_batch", "eval.batch")
   has_steps: bool = False
   has_calibration: bool = False
+  has_teacher: bool = False
   takes_scores: bool = False
   is_wide: Callable[[Config], bool] = lambda c: False
+
+  @property
+  def has_loss(self) -> bool:
+    """Whether it computes the loss of training."""
+    return self.has_steps or self.has_teacher
 
   def folder(self, c: Config) -> tuple[str, str]:
     """(the Hugging Face folder that says what the model is, or "", the key that names it)."""

@@ -83,7 +83,7 @@ def resolve(
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
   recipes = policy_checks.attach(c, recipes, watched, problems)
   _check_sections(c, problems, needs)
-  if c.distill.weight and needs.has_steps and model is not None and not model.problems():
+  if c.distill.weight and needs.has_loss and model is not None and not model.problems():
     problems.attempt(lambda: _check_teacher(c, model))
   if problems.found or model is None or recipes is None:
     raise ConfigError(problems.found)

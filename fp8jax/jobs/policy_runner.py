@@ -96,20 +96,23 @@ class PolicyRunner:
     """
     due, sites = decide.due(self.policies, step), self.spec.sites(phase=phase)
     stateful = [s for s, r in site_tree.recipes_of(sites).items() if r.is_stateful]
-    chosen, events = {*self.policy_state.refresh} & {*stateful}, []
+    chosen, asked, events = {*self.policy_state.refresh} & {*stateful}, set(), []
     for policy in due:
       matched = patterns.matches(policy.sites, stateful)
-      chosen |= set(matched)
+      asked |= set(matched)
       text = f"scales of {len(matched)} sites are re-initialised from a batch"
       text = f"{policy_lib.name_of(policy)}: {text}"
       events.append(decide.Event(step + 1, policy.sites, text))
+    chosen |= asked
     self._await(())
     if not chosen:
       return state
     with jax.transfer_guard("allow"):
       fresh = self.calibrated(state, place(), phase)
       own = (sites, state.scaling_states, sites, fresh.scaling_states)
-      states = scaling_lib.carried(*own, reset=chosen)
+      # Awaited and not refreshed: what a table or an earlier batch gave stays.
+      fill = chosen.intersection(scaling_lib.unknown(*own[:2])) - asked
+      states = scaling_lib.carried(*own, reset=chosen - fill, fill=fill)
       again = chosen.intersection(scaling_lib.unknown(sites, fresh.scaling_states))
     if again:
       self._await(again)

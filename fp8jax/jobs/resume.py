@@ -109,7 +109,7 @@ class Saver:
     abstract = train_step.abstract_state(now.spec, step)
     remembered = self._remembered(step)
     is_same = meta.get("remembered", remembered) == remembered
-    has_new_table = bool(now.calibration) and "precision.calibration" in changes
+    has_new_table = now.calibration is not None and "precision.calibration" in changes
     now.has_scales = is_same and not has_new_table
     if not now.has_scales:
       abstract = dataclasses.replace(abstract, scaling_states={})

@@ -145,7 +145,7 @@ class RLState(run_state.RunState):
         before, now = (self.spec.sites(phase=p) for p in (self.spec.phase(step - 1), phase))
         states = scaling.carried(before, states, now, scaling.states(now))
       else:
-        states = self.of_table(step, phase, has_gradients=False) or {}
+        states = self.of_table(step, phase) or {}
     return evaluator.sites_of(self.spec, None, states, phase)
 
   def _saved(self, path: str) -> list[dict[str, np.ndarray]]:

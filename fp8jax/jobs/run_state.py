@@ -134,14 +134,16 @@ class RunState:
     filled = {n: amax_history.filled(s, fresh.scaling_states[n]) for n, s in known.items()}
     return dataclasses.replace(fresh, scaling_states=filled)
 
-  def of_table(self, step: int, phase: int, has_gradients: bool = True) -> dict[str, Any] | None:
+  def of_table(self, step: int, phase: int) -> dict[str, Any] | None:
     """The scaling states that the calibration's table gives to the sites of a phase; None without.
 
     One that lacks a row for a recipe that a policy chose gives none, and says so.
     """
+    if self.calibration is None:
+      return None
     try:
-      at = self.spec.sites(phase=phase), self.spec.run.layout, has_gradients
-      return self.calibration and calibration_lib.scaling_states_of(self.calibration, *at)
+      at = self.spec.sites(phase=phase), self.spec.run.layout
+      return calibration_lib.scaling_states_of(self.calibration, *at)
     except UserError as e:
       self._out.print(f"step {step}: scales begin from the next batch: {e}")
       return None

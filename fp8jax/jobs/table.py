@@ -195,7 +195,8 @@ JOBS = {
     option="out",
   ),
   "calibrate": Job(
-    calibrate.run, Needs((Calibrate,), checks.calibrate_problems, of_weights=True), option="out"
+    calibrate.run,
+    Needs((Calibrate,), checks.calibrate_problems, of_weights=True, has_teacher=True), option="out",
   ),
   "diagnose": Job(diagnose.run, Needs((RL,), takes_scores=True)),
   "memory": Job(

@@ -102,7 +102,8 @@ def _train(
   start.print_start(out, spec, changes, fingerprint, rows)
   tasks = accuracy.TaskAccuracy(spec, workdir, out.print, feed.asks)
   path, teacher = spec.calibration, start_lib.teacher(spec, out)
-  loss = feed.loss or distillation.loss_of(spec, teacher)
+  of_teacher = distillation.identity(teacher)
+  loss = feed.loss or distillation.loss_of(spec, of_teacher)
   table = calibration.load(spec, os.path.expanduser(path), loss) if path else None
   refresh = functools.partial(reports.refresh, loss)
   policies = policy_runner.PolicyRunner(spec, reports.actions, refresh, teacher)
@@ -110,7 +111,7 @@ def _train(
     start.print_chats(out, spec, spec.data.chat.samples_per_step)
   batches = feed.open(spec)
   now = make_state(policies, table, batches, out)
-  contents = tasks.identity | distillation.identity(teacher) | feed.contents
+  contents = tasks.identity | of_teacher | feed.contents
   saver = resume.Saver(spec, workdir, fingerprint, now, reports.clock, contents)
   state, first = saver.begin(out)
   if first < spec.steps:

@@ -53,11 +53,15 @@ def _observed(sites, stats: Mapping[str, Any]):
   return site_lib.tree_map(lambda s: dataclasses.replace(s, tap=stats[s.name]), sites)
 
 
-def unknown(sites, scaling_states: Mapping[str, amax_history.ScalingState]) -> list[str]:
-  """Layers' sites with an amax that is not finite: no batch gave one yet. Waits for the states."""
+def unknown(
+  sites, scaling_states: Mapping[str, amax_history.ScalingState], tensors: str = "xwg"
+) -> list[str]:
+  """Layers' sites with an amax that is not finite, of one of these tensors: no batch gave one yet.
+  Waits for the states."""
   named, names = site_lib.flatten(sites), []
   for name, state in jax.device_get(dict(scaling_states)).items():
-    is_known = np.atleast_1d(np.isfinite(state.amax_3).all(axis=-1))
+    amaxes = state.amax_3[..., [amax_history.TENSORS.index(tensor) for tensor in tensors]]
+    is_known = np.atleast_1d(np.isfinite(amaxes).all(axis=-1))
     names += [layer for layer, known in zip(named[name].layer_names, is_known) if not known]
   return names
 
@@ -123,7 +127,7 @@ def _finite(fresh: amax_history.ScalingState, old: amax_history.ScalingState):
 
 def carried(
   old_sites, old: Mapping[str, amax_history.ScalingState], new_sites, fresh,
-  reset: Collection[str] = (),
+  reset: Collection[str] = (), fill: Collection[str] = (),
 ) -> dict[str, amax_history.ScalingState]:  # fmt: skip
   """The scaling states of sites after other recipes came, or some are re-initialised.
 
@@ -131,6 +135,7 @@ def carried(
     old_sites, old: before, with their states.
     new_sites, fresh: after, with states made again.
     reset: layers' sites that take the fresh states.
+    fill: layers' sites that take the fresh amaxes of those tensors that have none.
 
   Returns:
     {site: ScalingState}: of a layer the old one where its recipe remembers alike, else the fresh.
@@ -155,7 +160,8 @@ def carried(
     for layer, row in rows_of(name, site, fresh):
       memory, old_row = before.get(layer, (None, None))
       if old_row is not None and memory == _memory(site.recipe):
-        row = _finite(row, old_row) if layer in reset else old_row
+        missing = amax_history.filled(old_row, row) if layer in fill else old_row
+        row = _finite(row, old_row) if layer in reset else missing
       rows.append(row)
     result[name] = jax.tree.map(lambda *x: jnp.stack(x), *rows) if site.layers else rows[0]
   return result

@@ -331,7 +331,7 @@ def _refuse_flat(where: str, part, params):
     if jnp.ndim(x) == 1 and jnp.size(x) >= _LARGE and jnp.shape(x) not in shapes:
       raise ValueError(
         f"{where} is a vector of {jnp.size(x)} elements, of all parameters: it would stay in "
-        "float32. Leave optax.flatten out, or set mask=StorageMask(quantized=True)"
+        "float32. Give a tree, without optax.flatten, or set mask=StorageMask(quantized=True)"
       )
 
 

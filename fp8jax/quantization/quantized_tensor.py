@@ -115,7 +115,7 @@ def reading(quant: Quant) -> str:
 def register(cls, quant: Callable[[Any], Quant]):
   """A dataclass of codes as a pytree: arrays first, then what is static.
 
-  The key of `data` has what `reading` says of its Quant.
+  The key of `data` has what `reading` says of its Quant, where that has scales or a transform.
   """
   fields = [field.name for field in dataclasses.fields(cls)]
   arrays = [name for name in fields if name in ("data", "scale", "power")]
@@ -126,7 +126,10 @@ def register(cls, quant: Callable[[Any], Quant]):
 
   def with_keys(x):
     leaves, rest = flat(x)
-    names = [name + f"_{reading(quant(x))}" * (name == "data") for name in arrays]
+    own = quant(x)
+    # Of numbers without scale and transform the dtype says everything.
+    says = own.scale is not Scale.NONE or own.transform is not None
+    names = [name + f"_{reading(own)}" * (says and name == "data") for name in arrays]
     return [*zip(map(jax.tree_util.GetAttrKey, names), leaves, strict=True)], rest
 
   jax.tree_util.register_pytree_with_keys(

@@ -72,7 +72,9 @@ def run(
         {"site": name, "tensor": tensor, "step": step, "data": fingerprint}
         | _of_tensor(recipe, tensor, statistics, spec.of(Calibrate), recipe == recipes[0][name])
       )
-  return _table(spec, rows, count, step, fingerprint, distillation.loss_of(spec, teacher))
+  return _table(
+    spec, rows, count, step, fingerprint, distillation.loss_of(spec, distillation.identity(teacher))
+  )
 
 
 def _table(
@@ -175,7 +177,7 @@ def read(
       loss over a step's tokens. 0 does not compare them.
     smooth_swiglu: in which its ranges are needed; "" does not compare it.
     loss: of which gradients are needed, in words; "" does not compare it. The rows of gradients of
-      another are left out. A table that states none of the three was written by hand.
+      another are left out. A table that states no data was written by hand.
 
   Raises:
     UserError: not such a table, an amax that is no float32 number >= 0, rows that contradict
@@ -185,9 +187,11 @@ def read(
   table = records.read(path, schemas.Calibration, f"{remedy} take one")
   if table["format"] != FORMAT:
     raise UserError(f"{path} has the format {table['format']!r}, expected {FORMAT!r}; {remedy}")
-  # Older tables state no loss, and are of text.
-  made = table.get("loss", distillation.CROSS_ENTROPY if "tokens" in table else loss)
-  is_other, tokens = bool(loss) and made != loss, tokens if made == loss else 0
+  made = table.get("loss", loss)
+  if "loss" not in table and "data" in table:  # older: of text, but for scales that a run had
+    made = distillation.CROSS_ENTROPY if table.get("batches") else ""
+  is_other = bool(loss) and made != loss
+  tokens = 0 if is_other else tokens
   for key, wanted in (("tokens", tokens), ("smooth_swiglu", smooth_swiglu)):
     if wanted and table.get(key, wanted) != wanted:
       meaning = {"tokens": "tokens a step (global_batch * seq_len), over which losses are means",
@@ -243,10 +247,7 @@ def load(spec: TrainSpec, path: str, loss: str = "") -> dict[tuple[str, str], fl
 
 
 def scaling_states_of(
-  amaxes: Mapping[tuple[str, str], float],
-  sites,
-  layout: axes.Layout = axes.LOCAL,
-  has_gradients: bool = False,
+  amaxes: Mapping[tuple[str, str], float], sites, layout: axes.Layout = axes.LOCAL
 ) -> dict[str, amax_history.ScalingState]:
   """The scaling states that sites with delayed or static scales start from, however policies have
   split them.
@@ -254,8 +255,10 @@ def scaling_states_of(
   Args:
     amaxes: of `read`.
     layout: every device of its mesh holds them.
-    has_gradients: whether gradients are quantized by them. Of a table without any of these their
-      amaxes are then NaN, until a batch gives them.
+
+  Returns:
+    {site: ScalingState}; amaxes of gradients are NaN, to be taken from a batch, where a table has
+    none of them.
 
   Raises:
     UserError: a tensor of a site that the table does not know and a scale is to come from.
@@ -266,7 +269,7 @@ def scaling_states_of(
       continue
     of_tensors = zip(amax_history.TENSORS, amax_history.sources(site.recipe))
     needed = [t for t, s in of_tensors if s not in (None, CURRENT)]
-    unknown = {"g": np.nan} if has_gradients and "g" in needed and not has_g else {}
+    unknown = {"g": np.nan} if "g" in needed and not has_g else {}
     needed = needed if has_g else [t for t in needed if t != "g"]
     missing = [(n, t) for n in site.layer_names for t in needed if (n, t) not in amaxes]
     if missing:

@@ -30,7 +30,7 @@ from fp8jax.quantization import amax_history
 from fp8jax.run import schemas
 from fp8jax.step.state import State
 
-# Of the keys in `meta` and the names of arrays; raised where either changes.
+# Of the keys in `meta` and the names of most arrays; raised where either changes.
 _LAYOUT = 4
 
 
@@ -131,10 +131,13 @@ class Checkpoints:
       where = f"the checkpoint {self._manager.directory / str(step)}: meta"
       records.check(meta, schemas.Checkpoint, where, self._without(step))
       return meta
-    raise UserError(
+    raise self._of_another_version(step, "whose configuration keys have other names")
+
+  def _of_another_version(self, step: int, why: str) -> UserError:
+    return UserError(
       f"the checkpoint of step {step} in {self._manager.directory} is of another version of "
-      "fp8jax, whose configuration keys have other names. Go on with the version that wrote it "
-      "(commit in provenance.json), export it there, or train again in another --workdir"
+      f"fp8jax, {why}. Go on with the version that wrote it (commit in provenance.json), export it "
+      "there, or train again in another --workdir"
     )
 
   def _restore(self, step: int, accepted: Sequence[str] = (), **items):
@@ -167,6 +170,9 @@ class Checkpoints:
         f"the checkpoint {folder} cannot be read ({', '.join(items)}): {reason}; "
         f"{self._without(step)}"
       ) from e
+    gone = {path for name in stored for path in stored[name].keys() - wanted[name].keys()}
+    if any(path.endswith(".data") for path in gone):
+      raise self._of_another_version(step, "which did not say how codes are to be read")
     begin = (
       "begin with its weights in another --workdir: "
       f"--config.init.workdir={folder.parent.parent} --config.init.weights_only=True"

@@ -114,11 +114,12 @@ def sites_of(
 ) -> Any:
   """The tree of sites of a forward pass, delayed and static scales from `scaling_states`.
 
-  Those of a site that has none, or for which a batch with finite amaxes is awaited, are chosen from
-  the tensors themselves.
+  Those of a site that has none, or for whose x or w a batch with finite amaxes is awaited, are
+  chosen from the tensors themselves.
   """
   tree = spec.sites(recipe, phase=phase)
-  awaited = {*scaling_lib.unknown(tree, scaling_states)} if scaling_lib.states(tree) else set()
+  has_states = bool(scaling_lib.states(tree))
+  awaited = {*scaling_lib.unknown(tree, scaling_states, "xw")} if has_states else set()
 
   def one(site):
     if site.scaling_state is None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import importlib.metadata
 import os
 import platform
@@ -94,8 +95,8 @@ def _driver(path: str = "/proc/driver/nvidia/version") -> str | None:
   return version[1] if version else None
 
 
-# Texts, pictures and the JSON of experiments: a program writes them and none computes from them.
-_RESULTS = ("*.md", "*.png", "*.svg", "experiments/*.json")
+# Texts, pictures and the JSON of experiments, which programs write; and what they are asked.
+_RESULTS, _ASKED = ("*.md", "*.png", "*.svg", "experiments/*.json"), "experiments/*/tasks/*"
 
 
 def sources() -> dict[str, Any]:
@@ -115,7 +116,8 @@ def sources() -> dict[str, Any]:
       return {"commit": None, "dirty": None}  # installed inside another project
     commit = run("rev-parse", "HEAD").stdout.strip()
     others = [f":(top,exclude){pattern}" for pattern in _RESULTS]
-    edited = run("status", "--porcelain", "--", ":/", *others).stdout.strip()
-    return {"commit": commit, "dirty": bool(edited)}
+    status = functools.partial(run, "status", "--porcelain", "--")
+    edited = status(":/", *others).stdout + status(f":(top){_ASKED}").stdout
+    return {"commit": commit, "dirty": bool(edited.strip())}
   except (OSError, subprocess.CalledProcessError):
     return {"commit": None, "dirty": None}

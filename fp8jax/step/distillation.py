@@ -80,11 +80,15 @@ def identity(teacher, key: str = "distill.teacher") -> dict[str, str]:
   return {key: "sum " + params_lib.digest(teacher)}
 
 
-def loss_of(spec, teacher) -> str:
-  """The loss of texts, in words: what amaxes of its gradients depend on."""
-  if teacher is None:
+def loss_of(spec, teacher: dict[str, str]) -> str:
+  """The loss of texts, in words: what amaxes of its gradients depend on.
+
+  Args:
+    teacher: its `identity`.
+  """
+  if not spec.distill.weight:
     return CROSS_ENTROPY
-  own, where = spec.distill, identity(teacher).get("distill.teacher", "the frozen base")
+  own, where = spec.distill, teacher.get("distill.teacher", "the frozen base")
   return f"{CROSS_ENTROPY}, distill.weight={own.weight}, temperature={own.temperature}, {where}"
 
 

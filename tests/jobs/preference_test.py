@@ -165,6 +165,17 @@ def test_what_cannot_learn_is_refused_by_name(changes, message):
   assert re.search(message, "\n".join(e.value.problems))
 
 
+def test_gradients_are_of_the_loss_of_pairs(tmp_path):
+  """Scales of a table of --job=calibrate are of text's."""
+  losses = set()
+  for changes in ({}, {"rl.beta": 0.25}):
+    own = {**PAIRS, "rl.pairs": file_of_pairs(tmp_path / "p.jsonl"), **changes}
+    own |= {"init.workdir": str(tmp_path), "init.weights_only": True}
+    feed, _ = rl._of_pairs(harness.text_spec("bf16", job="rl", **own))
+    losses.add(feed.loss)
+  assert len(losses) == 2 and all(loss.startswith("rl.loss=dpo, ") for loss in losses)
+
+
 def test_train_refuses_pairs():
   with pytest.raises(ConfigError, match="rl.pairs='p.jsonl' is read by --job=rl"):
     harness.text_spec("bf16", **{"rl.pairs": "p.jsonl"})

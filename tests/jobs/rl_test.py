@@ -354,7 +354,7 @@ def test_an_invariant_run_learns_from_the_probabilities_it_drew_with(tmp_path, q
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensor_delayed", "e4m3_static"])
-def test_a_rollout_has_the_scales_of_the_state(tmp_path, questions, recipe):
+def test_a_rollout_has_the_scales_of_the_state(tmp_path, questions, recipe, capsys):
   """Of the calibration's table before the first step, then of the steps."""
   table = str(tmp_path / "table.json")
   calibrate.run(harness.text_spec(recipe, job="calibrate"), str(tmp_path / "none"), table)
@@ -363,6 +363,7 @@ def test_a_rollout_has_the_scales_of_the_state(tmp_path, questions, recipe):
   found = rows(tmp_path / "w")
   assert [found[step]["rl/mismatch"] for step in range(1, 5)] == [0.0] * 4
   assert found[4]["rl/kl_to_old"] > 0  # the parameters moved
+  assert "step 0: scales of gradients begin from the next batch" in capsys.readouterr().out
 
 
 def test_a_phase_that_begins_draws_by_scales_of_its_own_or_of_the_tensors(monkeypatch):

@@ -73,3 +73,13 @@ def test_chosen_layers_begin_anew_and_no_others():
     *made(sites, 200)["layers/mlp/up"].amax_3[1, 1:],
   ]
   assert set(np.asarray(up.history_3H)[1, 0]) == {101} and np.isfinite(up.history_3H).all()
+  # What is awaited takes the tensors that it lacks, and no others.
+  old = made(sites, 100)
+  old["layers/mlp/up"].amax_3[1, 2] = np.nan
+  states = scaling.carried(sites, old, sites, made(sites, 200), fill={"layers/1/mlp/up"})
+  fresh = made(sites, 200)["layers/mlp/up"]
+  assert by_layer(sites, states) == {**expected, "layers/1/mlp/up": (101, 4)}
+  up = states["layers/mlp/up"]
+  np.testing.assert_array_equal(up.amax_3[1, :2], old["layers/mlp/up"].amax_3[1, :2])
+  assert up.amax_3[1, 2] == fresh.amax_3[1, 2]
+  np.testing.assert_array_equal(up.history_3H[1, 2], fresh.history_3H[1, 2])

@@ -1,5 +1,7 @@
 """Narrow moments inside the train step: on meshes, through checkpoints, at a resumed run."""
 
+import dataclasses
+
 import harness
 import jax
 import numpy as np
@@ -8,6 +10,7 @@ import tolerances
 
 from fp8jax import params as params_lib
 from fp8jax.config import resolve
+from fp8jax.errors import UserError
 from fp8jax.kernels.choose import Device
 from fp8jax.models import presets
 from fp8jax.optim import storage
@@ -123,6 +126,20 @@ def _through_checkpoint(folder, state, spec):
   found = saved.restore(2, train_step.abstract_state(spec, 2))
   saved.close()
   return found
+
+
+def test_a_checkpoint_of_codes_that_do_not_say_how_they_are_read_is_refused(tmp_path):
+  """As earlier versions wrote them."""
+  spec = harness.one_layer_spec(**{"optim.moment_format": "fp8lm"})
+  state = harness.make_state(spec)
+  is_packed = lambda x: isinstance(x, quantized_tensor.QuantizedTensor)  # noqa: E731
+  older = jax.tree.map(
+    lambda x: {"data": x.data, "scale": x.scale, "power": None} if is_packed(x) else x,
+    state.opt, is_leaf=is_packed,
+  )  # fmt: skip
+  assert _packed(state.opt)
+  with pytest.raises(UserError, match="of another version .* did not say how codes are to be read"):
+    _through_checkpoint(tmp_path, dataclasses.replace(state, opt=older), spec)
 
 
 def _items(state):

@@ -5,12 +5,14 @@ import json
 import types
 
 import harness
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.errors import UserError
+from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import calibrate, train
-from fp8jax.run import calibration
+from fp8jax.ops import scaling
+from fp8jax.run import calibration, evaluator
 from fp8jax.run.settings import Calibrate
 from fp8jax.step import distillation, train_step
 from fp8jax.step.distillation import CROSS_ENTROPY
@@ -183,26 +185,44 @@ def test_a_table_of_another_step_is_refused_where_its_ranges_are_others(tmp_path
     load("e4m3_static", {"tokens": 2 * tokens})
   assert calibration.load(spec, str(path))  # an evaluation's
   # The gradients of another loss are left out, whatever the tokens; older tables are of text.
-  for made in ({"loss": "another"}, {"loss": "another", "tokens": 2 * tokens}, {"tokens": tokens}):
-    loss = "rl.loss=dpo" if "loss" not in made else CROSS_ENTROPY
+  written, of_a_run = {"data": "abc", "batches": 2}, {"data": "abc", "batches": 0}
+  for made, loss in (
+    ({"loss": "another"}, CROSS_ENTROPY), (written, "rl.loss=dpo"), (of_a_run, CROSS_ENTROPY),
+    ({"loss": "another", "tokens": 2 * tokens}, CROSS_ENTROPY),
+  ):  # fmt: skip
     path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows} | made))
     amaxes = calibration.load(spec, str(path), loss)
     assert {tensor for _, tensor in amaxes} == {"x", "w"}
-    assert calibration.read(str(path), loss=made.get("loss", CROSS_ENTROPY)).keys() > amaxes.keys()
+  assert len(load("e4m3_static", written)) == len(rows)
+  # Forward passes have the table's scales; a step waits for those of gradients.
+  states = calibration.scaling_states_of(amaxes, spec.sites())
+  passes = scaling.states(evaluator.sites_of(spec, None, states))
+  assert passes.keys() == states.keys() and len(scaling.unknown(spec.sites(), states)) == 21
+  assert all(np.all(state.amax_3[:, :2] == 2.0) for state in passes.values())
   assert load("tensor_delayed", {"tokens": 2 * tokens})  # its first step measures its own
   with pytest.raises(UserError, match="made with 'token' as precision.smooth_swiglu.* 'none' here"):
     load("e4m3_static", {"tokens": tokens, "smooth_swiglu": "token"})
 
 
 def test_the_passes_of_the_checkpoints_phase_are_watched(tmp_path, monkeypatch):
-  spec = harness.text_spec("bf16", job="calibrate", **STATIC_LATE_LAYERS)
+  taught = {"distill.weight": 0.5, "init.workdir": "of the teacher"}
+  with pytest.raises(ConfigError, match="distill.weight=0.5 without a teacher"):
+    harness.text_spec("bf16", job="calibrate", **{"distill.weight": 0.5})
+  spec = harness.text_spec("bf16", job="calibrate", **STATIC_LATE_LAYERS, **taught)
   loaded = types.SimpleNamespace(spec=spec, params={}, phase=1, where={"step": 5})
   watched = []
   monkeypatch.setattr(calibrate, "load_or_init", lambda *_, **options: loaded)
+  monkeypatch.setattr(calibrate.start, "teacher", lambda *_: {"w": jnp.ones(3)})
   monkeypatch.setattr(
-    calibration.nonfinite, "stats_of_steps", lambda *of: watched.append(of[3]) or ()
+    calibration.nonfinite, "stats_of_steps", lambda *of: watched.append((of[3], of[5])) or ()
   )
-  assert calibrate.run(spec, str(tmp_path))["step"] == 5 and watched == [1]
+  made = calibrate.run(spec, str(tmp_path))
+  ((phase, teacher),) = watched
+  assert made["step"] == 5 and phase == 1 and teacher["w"].shape == (3,)
+  with open(made["table"]) as f:
+    assert json.load(f)["loss"].startswith(
+      "cross entropy, distill.weight=0.5, temperature=1.0, sum"
+    )
 
 
 def test_scales_of_a_later_phase_begin_with_its_own_sites(rng):

@@ -15,7 +15,7 @@ from fp8jax.run import provenance
   [
     ("README.md", False), ("experiments/a/results/b.json", False), ("experiments/a.svg", False),
     ("fp8jax/run/provenance.py", True), ("experiments/2025_x/arms.py", True),
-    ("configs/rules.json", True), ("requirements.txt", True),
+    ("configs/rules.json", True), ("requirements.txt", True), ("experiments/a/tasks/b.json", True),
   ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_tracked", [False, True])
