@@ -170,8 +170,7 @@ class Checkpoints:
         f"the checkpoint {folder} cannot be read ({', '.join(items)}): {reason}; "
         f"{self._without(step)}"
       ) from e
-    gone = {path for name in stored for path in stored[name].keys() - wanted[name].keys()}
-    if any(path.endswith(".data") for path in gone):
+    if any(_is_older(stored[name], wanted[name]) for name in stored):
       raise self._of_another_version(step, "which did not say how codes are to be read")
     begin = (
       "begin with its weights in another --workdir: "
@@ -299,6 +298,15 @@ def _arrays(tree) -> dict[str, str]:
       f"{x.dtype}{list(x.shape)}"
     for path, x in jax.tree_util.tree_leaves_with_path(tree)
   }  # fmt: skip
+
+
+def _is_older(stored: dict[str, str], wanted: dict[str, str]) -> bool:
+  """Whether arrays of codes differ in their names alone, which did not say how they are read."""
+  codes = {(path.partition(".data_")[0], kind) for path, kind in wanted.items() if ".data_" in path}
+  return any(
+    path.endswith(".data") and (path.removesuffix(".data"), kind) in codes
+    for path, kind in stored.items()
+  )
 
 
 def _difference(stored: dict[str, dict[str, str]], wanted: dict[str, dict[str, str]]) -> str:

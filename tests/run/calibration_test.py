@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8jax.errors import ConfigError, UserError
-from fp8jax.jobs import calibrate, train
+from fp8jax.jobs import calibrate, policy_runner, train
 from fp8jax.ops import scaling
 from fp8jax.run import calibration, evaluator
 from fp8jax.run.settings import Calibrate
@@ -202,6 +202,29 @@ def test_a_table_of_another_step_is_refused_where_its_ranges_are_others(tmp_path
   assert load("tensor_delayed", {"tokens": 2 * tokens})  # its first step measures its own
   with pytest.raises(UserError, match="made with 'token' as precision.smooth_swiglu.* 'none' here"):
     load("e4m3_static", {"tokens": tokens, "smooth_swiglu": "token"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scales:
+  """Of a state."""
+
+  scaling_states: dict
+
+
+def test_what_a_table_gave_stays_where_the_first_batch_has_no_gradient():
+  spec = harness.text_spec("e4m3_static")
+
+  def states(amax, tensors):
+    rows = {(f"layers/{i}/{m}", t): amax for i in range(3) for m in NAMES for t in tensors}
+    return calibration.scaling_states_of(rows, spec.sites())
+
+  at_work, of_table = policy_runner.PolicyRunner(spec, lambda *_: None), _Scales(states(7.0, "xw"))
+  at_work.calibrated = lambda *_: _Scales(states(2.0, "xwg"))
+  at_work.await_scales(of_table, 0)
+  made = at_work.refreshed(of_table, lambda: None, 0, 0).scaling_states
+  assert made.keys() == of_table.scaling_states.keys()
+  for state in made.values():
+    np.testing.assert_array_equal(state.amax_3, [[7.0, 7.0, 2.0]] * 3)
 
 
 def test_the_passes_of_the_checkpoints_phase_are_watched(tmp_path, monkeypatch):
