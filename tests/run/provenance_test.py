@@ -37,6 +37,7 @@ def test_results_do_not_make_the_sources_dirty(tmp_path, written, is_dirty, is_t
   ours = tmp_path / "fp8jax/run/provenance.py"
   ours.parent.mkdir(parents=True)
   shutil.copy(pathlib.Path(provenance.__file__), ours)
+  write(".gitignore", "__pycache__/\n")  # of the module, which is imported from here
   if is_tracked and written != "fp8jax/run/provenance.py":
     write(written, "before\n")
   git("init", "-q")
