@@ -53,4 +53,4 @@ def refuse_twice(tree, sites: Iterable[tuple[str, bool]]):
     sites: as of `once`.
   """
   # No element of each, so that the operands themselves stay what they are to remat and to `vmap`.
-  once([leaf[:0] for leaf in jax.tree.leaves(tree) if leaf.ndim], sites)
+  once([leaf[:0] for leaf in jax.tree.leaves(tree) if jnp.ndim(leaf)], sites)
