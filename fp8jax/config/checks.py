@@ -136,6 +136,21 @@ def untie_problems(c: Any) -> list[str]:
   return [f"init.untie=True {why}" for is_so, why in reasons if is_so]
 
 
+def start_problems(c: Any) -> list[str]:
+  """Keys about weights to start from that name none: training would start from others."""
+  texts = []
+  if c.init.step != -1 and not c.init.workdir:
+    texts.append(
+      f"init.step={c.init.step} without init.workdir: training would start from other weights; "
+      "name the run whose checkpoint it is, or set init.step=-1"
+    )
+  if c.init.requantize and not c.init.hf:
+    texts.append(
+      "init.requantize=True without init.hf, whose codes it is about; set init.requantize=False"
+    )
+  return texts
+
+
 def loss_scale_problems(c: Any) -> list[str]:
   """The problems of a config's loss_scale section, in words."""
   has_factors = c.model.unit_scaling != "none"

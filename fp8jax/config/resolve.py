@@ -316,16 +316,12 @@ def _check_sections(c: Config, problems: ConfigErrors, needs: Needs):
     "or a Hugging Face folder as init.hf",
   )
   if needs.has_steps:  # other jobs start nothing, and may lack the files
-    problems.extend(checks.untie_problems(c))
-    problems.check(
-      bool(c.init.workdir) or c.init.step == -1,
-      f"init.step={c.init.step} without init.workdir: training would start from other weights; "
-      "name the run whose checkpoint it is, or set init.step=-1",
-    )
-    problems.check(
-      bool(c.init.hf) or not c.init.requantize,
-      "init.requantize=True without init.hf, whose codes it is about; set init.requantize=False",
-    )
+    problems.extend(checks.untie_problems(c) + checks.start_problems(c))
+  problems.check(
+    not c.weights.hf or c.weights.step == -1,
+    f"weights.step={c.weights.step} with weights.hf={c.weights.hf!r}, a folder without "
+    "checkpoints; empty one of them",
+  )
   problems.extend(needs.problems(c))
   pair = c.log.profile
   is_pair = len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)

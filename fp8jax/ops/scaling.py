@@ -117,14 +117,6 @@ def _memory(recipe: Recipe):
   return kinds, recipe.history
 
 
-def _finite(fresh: amax_history.ScalingState, old: amax_history.ScalingState):
-  is_valid_3 = jnp.isfinite(fresh.amax_3)
-  return amax_history.ScalingState(
-    jnp.where(is_valid_3, fresh.amax_3, old.amax_3),
-    jnp.where(is_valid_3[..., None], fresh.history_3H, old.history_3H),
-  )
-
-
 def carried(
   old_sites, old: Mapping[str, amax_history.ScalingState], new_sites, fresh,
   reset: Collection[str] = (), fill: Collection[str] = (),
@@ -160,8 +152,10 @@ def carried(
     for layer, row in rows_of(name, site, fresh):
       memory, old_row = before.get(layer, (None, None))
       if old_row is not None and memory == _memory(site.recipe):
-        missing = amax_history.filled(old_row, row) if layer in fill else old_row
-        row = _finite(row, old_row) if layer in reset else missing
+        if layer in reset:
+          row = amax_history.filled(row, old_row)
+        else:
+          row = amax_history.filled(old_row, row) if layer in fill else old_row
       rows.append(row)
     result[name] = jax.tree.map(lambda *x: jnp.stack(x), *rows) if site.layers else rows[0]
   return result

@@ -84,8 +84,8 @@ def update(state: ScalingState, amax_3, recipe: Recipe) -> ScalingState:
 
 
 def filled(state: ScalingState, other: ScalingState) -> ScalingState:
-  """The state, with those of another of the same recipe where amaxes are not known."""
-  is_known_3 = ~jnp.isnan(state.amax_3)
+  """The state, with those of another of the same recipe where amaxes are not finite."""
+  is_known_3 = jnp.isfinite(state.amax_3)
   return ScalingState(
     jnp.where(is_known_3, state.amax_3, other.amax_3),
     jnp.where(is_known_3[..., None], state.history_3H, other.history_3H),

@@ -104,6 +104,8 @@ def test_stage_without_a_checkpoint_or_of_another_model_is_refused(folder, tmp_p
     _spec(folder, **{"init.step": 3})
   with pytest.raises(ConfigError, match="init.requantize=True without init.hf"):
     harness.text_spec("bf16", **{"init.requantize": True})
+  with pytest.raises(ConfigError, match="weights.step=3 with weights.hf='x', a folder without"):
+    harness.text_spec("bf16", job="evaluate", **{"weights.hf": "x", "weights.step": 3})
   first = {"init.workdir": str(tmp_path / "first"), "init.weights_only": True}
   with pytest.raises(FileNotFoundError, match="holds no checkpoint; train that run first"):
     train.run(_spec(folder, **first), str(tmp_path / "second"))
