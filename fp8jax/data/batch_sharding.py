@@ -71,12 +71,18 @@ def _shown(rows: tuple[int, ...]) -> str:
 
 
 class Batches:
-  """Host batches of a run (`iterator`) and `spread`, which places them."""
+  """Host batches of a run (`iterator`) and `spread`, which places them.
+
+  Attributes:
+    shares: parts of the data that processes read apart, where batches depend on their number; 1
+      where they do not.
+  """
 
   iterator: Any
 
   def __init__(self, layout: axes.Layout, rows: int, accumulation: int):
     self.counts, self.spread = loader.DocumentCounts(), BatchSharder(layout, rows, accumulation)
+    self.shares = self.spread.shard.count
 
   def ends(self) -> list[int]:
     """Tokens that close what these batches train, of which a model has to know; the commonest
@@ -99,6 +105,7 @@ class TrainBatches(Batches):
   def __init__(self, data: DataConfig, layout: axes.Layout, rows: int, accumulation: int):
     super().__init__(layout, rows, accumulation)
     self._data, self._sources = data, tuple(data.sources)
+    self.shares = 1 if loader.is_same_in_any_shares(data) else self.shares
     self.iterator = loader.train_batches(
       data, self.spread.local_batch, self.spread.shard, self.counts
     )

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import grain
@@ -98,6 +98,16 @@ def train_batches(
   return _Resumable(iter(ready))
 
 
+def is_same_in_any_shares(spec: DataConfig) -> bool:
+  """Whether the batches of all processes together are the same, however many shares these read.
+
+  Steps of conversations and the shuffled windows of a prepared source are numbered. Text is packed
+  by each process, and mixtures are mixed by each.
+  """
+  kinds = [source["kind"] for source in spec.sources.values()]
+  return spec.chat is not None or (kinds == ["prepared"] and bool(spec.shuffle_windows))
+
+
 def _with(element, **fields):
   return {**element, **fields}
 
@@ -163,22 +173,31 @@ def heldout_batches(
 ):  # fmt: skip
   """Exactly `num` batches of one source's held-out documents, in an order that never changes.
 
-  Where they run out, the rest is padding of weight 0: every process gives as many batches.
+  Every process reads all of them and keeps its rows of each batch: a loss is of the same windows,
+  however many processes there are. Where documents run out, the rest is padding of weight 0.
+
+  Args:
+    batch: rows of this process.
+    counts: filled while reading, the same in every process.
   """
+  counts = DocumentCounts() if counts is None else counts
+  rows, first = batch * shard.count, batch * shard.index
+  for whole in _heldout_batches(spec, name, rows, num, counts):
+    yield {key: x[first : first + batch] for key, x in whole.items()}
+
+
+def _heldout_batches(spec: DataConfig, name: str, rows: int, num: int, counts: DocumentCounts):
+  """The same of all processes together."""
   if spec.chat is not None:
     chats = chat_samples.of_split(spec, chat_index(spec), "heldout", name)
-    yield from packing.batches(chats, spec.seq_len, batch, num, shard.index, shard.count)
+    yield from packing.batches(chats, spec.seq_len, rows, num)
     return
-  stream = _windows(
-    spec, name, spec.sources[name], "heldout", shard, DocumentCounts() if counts is None else counts
-  )
-  make = _Batch(spec.cross_document)
-  windows = iter(stream)
-  keys = ("tokens", "tokens_segment_ids", "tokens_positions")
+  windows = iter(_windows(spec, name, spec.sources[name], "heldout", Shard(), counts))
+  make, keys = _Batch(spec.cross_document), ("tokens", "tokens_segment_ids", "tokens_positions")
   empty = dict.fromkeys(keys, np.zeros(spec.seq_len + 1, np.int32))
   for _ in range(num):
-    rows = [next(windows, empty) for _ in range(batch)]
-    yield make({key: np.stack([row[key] for row in rows]) for key in empty})
+    own = [next(windows, empty) for _ in range(rows)]
+    yield make({key: np.stack([row[key] for row in own]) for key in empty})
 
 
 def chat_index(spec: DataConfig) -> chat_samples.Index:
@@ -223,17 +242,6 @@ def _chat_steps(spec: DataConfig, batch: int, shard: Shard, counts: DocumentCoun
   return _Resumable(iter(ready.map(count)))
 
 
-class _Taking:
-  """Takes a field out of elements, and tells its value."""
-
-  def __init__(self, field: str, tell: Callable[[Any], None]):
-    self._field, self._tell = field, tell
-
-  def __call__(self, element):
-    self._tell(element[self._field])
-    return {k: v for k, v in element.items() if k != self._field}
-
-
 def _train_windows(spec: DataConfig, name: str, source, shard: Shard, counts: DocumentCounts):
   """Endless windows of this process's share of a source."""
   if source["kind"] == "prepared" and spec.shuffle_windows:
@@ -259,9 +267,12 @@ def _shuffled_windows(spec: DataConfig, name: str, source, shard: Shard, counts:
     spec.seq_len + 1, f"{spec.seed}/{name}", spec.on_long,
   )  # fmt: skip
   data = grain.MapDataset.source(windows)[shard.index :: shard.count]
-  return reading.read(data, spec.workers).map(
-    _Taking("too_long", lambda number: counts.update({"too long": number}))
-  )
+
+  def counted(window):
+    counts.update({"too long": window["too_long"]})
+    return {key: x for key, x in window.items() if key != "too_long"}
+
+  return reading.read(data, spec.workers).map(counted)
 
 
 def _windows(spec: DataConfig, name: str, source, split: str, shard: Shard, counts: DocumentCounts):

@@ -165,7 +165,7 @@ def fold_smooth(spec: TrainSpec, params):
       counts,
     ):
       scales = run(params, sites, spread.place(batch), states=scales)[1].states
-    for what, number in counts.summary_everywhere().items():
+    for what, number in counts.summary().items():
       text = f"held-out documents of {source} passed over as {what}: {number}"
       console_lib.console(stderr=True).print(text)
   if scales is nothing:

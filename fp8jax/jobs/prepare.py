@@ -6,6 +6,7 @@ from fp8jax import console as console_lib
 from fp8jax.data import config as data_config
 from fp8jax.data import pretokenize
 from fp8jax.errors import UserError, writing
+from fp8jax.run import workdir as workdir_lib
 from fp8jax.run.restore import output_folder
 from fp8jax.run.settings import Prepare
 
@@ -20,5 +21,5 @@ def run(data: data_config.DataConfig, config: Prepare, workdir: str, out: str = 
     raise UserError("--job=prepare works in one process; leave the others out")
   target = output_folder(out, workdir, "prepared")
   console = console_lib.console(stderr=True)
-  with writing(target):
+  with writing(target), workdir_lib.locked(target, "--out"):
     return pretokenize.run(data, target, config.shard_tokens, console, config.processes)

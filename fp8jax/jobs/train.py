@@ -120,7 +120,7 @@ def _train(
   reports.open(first, saver.evaluations)
   if now.spec is not spec:
     rows = start.all_site_rows(now.spec)
-  start.describe(spec, workdir, first, changes, fingerprint, rows)
+  start.describe(spec, workdir, first, changes, fingerprint, rows, shares=batches.shares)
   try:
     with preemption.Interrupts() as asked:
       now.requested = asked.requested

@@ -42,8 +42,13 @@ class Member:
   place: str
 
   @property
-  def data(self) -> Any:
-    return self.run.provenance.get("data_fingerprint")
+  def data(self) -> tuple[Any, int]:
+    """Runs of which it is equal read the same batches: the data, and the shares they are read in.
+
+    A run from before it said so read in no more shares than it had processes.
+    """
+    of = self.run.provenance
+    return of.get("data_fingerprint"), of.get("shares", of.get("processes", 1))
 
   @property
   def final_loss(self) -> float:
@@ -114,12 +119,23 @@ def partner(m: Member, base: Sequence[Member], baseline: str) -> tuple[Member | 
     return None, f"no run of {baseline} with its seed and settings"
   read = [b for b in same if b.data == m.data]
   if not read:
-    return None, f"other data than {same[0].run.name}"
+    return None, _other_data(m, same)
   placed = [b for b in read if b.place == m.place] or read
   if len(placed) > 1:
     ways = "; ".join(b.place for b in placed)
     return None, f"runs of {baseline} with its seed and settings ran in other ways ({ways})"
   return placed[0], ""
+
+
+def _other_data(m: Member, same: Sequence[Member]) -> str:
+  """Why its batches are not those of runs with its seed and settings."""
+  data, shares = m.data
+  if alike := [b for b in same if b.data[0] == data]:
+    return (
+      f"processes read its data in {shares} share{'s' * (shares > 1)} and those of "
+      f"{alike[0].run.name} in {alike[0].data[1]}, which gives other batches"
+    )
+  return f"other data than {same[0].run.name}"
 
 
 def once(all_: Sequence[Member], notes: list[str]) -> list[Member]:

@@ -65,9 +65,14 @@ class Leg(TypedDict, total=False):
 
 
 class Provenance(Leg, total=False):
-  """provenance.json: the last leg, and those before it."""
+  """provenance.json: the last leg, and those before it.
+
+  `shares` is that of batch_sharding.Batches.
+  """
 
   earlier: list[Leg]
+  processes: Count
+  shares: Count
 
 
 Failure = TypedDict("Failure", {"step": Required[Count], "first_bad_site": str | None}, total=False)

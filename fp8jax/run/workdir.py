@@ -50,10 +50,13 @@ def is_locked(workdir: str) -> bool:
 
 
 @contextlib.contextmanager
-def locked(workdir: str):
+def locked(workdir: str, flag: str = "--workdir"):
   """Inside, no other run works in `workdir`. Process 0 holds the lock for all processes of a run.
 
   The kernel releases it however the process ends. The file stays, and names the last holder.
+
+  Args:
+    flag: that names the folder.
 
   Raises:
     UserError: another run holds it, and which; or the folder cannot be made.
@@ -61,7 +64,7 @@ def locked(workdir: str):
   if jax.process_index() != 0:
     yield
     return
-  records.make_folder(workdir, "--workdir")
+  records.make_folder(workdir, flag)
   path = os.path.join(workdir, ".lock")
   with open(path, "a+") as f:
     try:
@@ -70,7 +73,7 @@ def locked(workdir: str):
       f.seek(0)
       raise UserError(
         f"{workdir} is in use by another run ({f.read().strip() or 'which has not said who it is'})"
-        "; wait for it, stop it, or name another --workdir"
+        f"; wait for it, stop it, or name another {flag}"
       ) from e
     f.truncate(0)
     f.write(f"process {os.getpid()} on {socket.gethostname()}")

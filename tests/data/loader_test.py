@@ -343,12 +343,19 @@ def test_sources_of_equal_length_have_different_orders():
   assert np.array_equal(a, again) and not np.array_equal(a, b)
 
 
-def test_shards_of_held_out_documents_are_disjoint_and_complete():
+def test_held_out_batches_of_all_processes_together_are_those_of_one():
+  """Also where documents are fewer than processes; each process counts what all pass over."""
+  spec, num = texts.spec(heldout=0.03, seq_len=512), 6
 
-  def rows(shard, num):
-    batches = loader.heldout_batches(texts.spec(heldout=0.1), "main", 1, num, shard)
-    return [b["tokens_BL"].tobytes() for b in batches if b["weights_BL"].any()]
+  def read(rows, *shard):
+    counts = loader.DocumentCounts()
+    batches = loader.heldout_batches(spec, "main", rows, num, loader.Shard(*shard), counts)
+    return list(batches), counts
 
-  first, second = (set(rows(loader.Shard(i, 2), 6)) for i in (0, 1))
-  assert len(first) == len(second) == 6 and not first & second
-  assert rows(loader.Shard(), 1)[0] in first | second
+  whole, counts = read(12)
+  assert 0 < counts["used"] < 12 and 0 < sum(b["weights_BL"].any(1).sum() for b in whole) < num * 12
+  parts, their_counts = zip(*(read(2, i, 6) for i in range(6)))
+  assert all(c == counts for c in their_counts)
+  for batch, *of in zip(whole, *parts, strict=True):
+    for key, x in batch.items():
+      assert np.array_equal(np.concatenate([part[key] for part in of]), x), key

@@ -10,6 +10,7 @@ import tokenizers
 
 from fp8jax.config import resolve
 from fp8jax.data import loader, tokenize
+from fp8jax.run import workdir
 
 
 @pytest.mark.parametrize("heldout", [0.0, 0.3])
@@ -81,3 +82,11 @@ def test_prepared_data_refuse_another_tokenizer_or_split(run_job, tmp_path):
     assert (code, stdout) == (1, "")
     assert stderr.startswith("error: ") and message in stderr
   assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_another_call_writes_is_refused(run_job, tmp_path):
+  """Two that write the same files may leave one's index with the other's documents."""
+  with workdir.locked(str(tmp_path / "prepared")):
+    code, _, stderr = run_job("prepare", debug_runs.config(), tmp_path)
+  assert code == 1 and "in use by another run (process" in stderr and "another --out" in stderr
+  assert [p.name for p in (tmp_path / "prepared").iterdir()] == [".lock"]

@@ -229,6 +229,25 @@ def test_runs_that_cannot_be_paired_are_named(tmp_path):
     compare.compare(paths, "x")
 
 
+def test_runs_whose_processes_read_other_shares_read_other_batches(tmp_path):
+  """A run of before `shares` had one at most for each process."""
+  paths = folders(tmp_path, (0.1,))
+  theirs, mine = (pathlib.Path(path, "provenance.json") for path in paths)
+  of = json.loads(mine.read_text())
+  for more, other, is_paired in (
+    ({"processes": 4, "shares": 1}, {"processes": 1}, True),
+    ({"processes": 4, "shares": 2}, {"processes": 2, "shares": 2}, True),
+    ({"processes": 4, "shares": 2}, {"processes": 1}, False),
+    ({"processes": 2}, {"processes": 2, "shares": 1}, False),
+  ):
+    mine.write_text(json.dumps(of | more))
+    theirs.write_text(json.dumps(of | other))
+    found = compare.compare(paths)
+    assert bool(found.rows) == is_paired, more
+    note = "processes read its data in 2 shares and those of bf16-0 in 1, which gives other batches"
+    assert any(note in text for text in found.notes) != is_paired
+
+
 def test_losses_of_a_runs_own_completions_are_not_compared(tmp_path):
   """An objective about zero: a worse one would be 50 % less than its baseline's."""
   paths = folders(tmp_path, (0.1, 0.2))

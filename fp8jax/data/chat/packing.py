@@ -130,12 +130,12 @@ class Steps:
       )
 
 
-def batches(samples: Samples, length: int, rows: int, num: int, index: int, count: int):
+def batches(samples: Samples, length: int, rows: int, num: int):
   """Exactly `num` batches [rows, length] of samples in order, packed by grain's first fit.
 
-  Where samples run out, the rest is padding of weight 0. A process takes every count-th sample.
+  Where samples run out, the rest is padding of weight 0.
   """
-  data = grain.MapDataset.source(samples)[index::count].map(_shifted).to_iter_dataset()
+  data = grain.MapDataset.source(samples).map(_shifted).to_iter_dataset()
   packed = grain.experimental.FirstFitPackIterDataset(
     data,
     length_struct=dict.fromkeys(("tokens_BL", "targets_BL", "weights_BL"), length),
@@ -143,7 +143,7 @@ def batches(samples: Samples, length: int, rows: int, num: int, index: int, coun
     shuffle_bins=False,
   )
   empty = pack([], length)
-  windows = iter(packed) if len(samples) > index else iter(())
+  windows = iter(packed) if len(samples) else iter(())
   for _ in range(num):
     made = [_window(row) if (row := next(windows, None)) else empty for _ in range(rows)]
     yield {key: np.stack([window[key] for window in made]) for key in empty}
