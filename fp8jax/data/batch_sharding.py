@@ -15,6 +15,10 @@ class BatchSharder:
   """How the rows of a global batch lie on the mesh, and which of them this process must load.
 
   Processes that hold the same rows (a tensor axis between hosts) load the same share.
+
+  Attributes:
+    local_rows, shard: what this process loads of a batch.
+    order: the share of each process.
   """
 
   def __init__(self, layout: axes.Layout, rows: int, accumulation: int = 1):
@@ -28,7 +32,7 @@ class BatchSharder:
     self._accumulation = accumulation
     sharding = layout.act_sharding("BL")
     if sharding is None:
-      self.local_rows, self.shard = rows, loader.Shard()
+      self.local_rows, self.shard, self.order = rows, loader.Shard(), [0]
       return
     held: dict[int, set[int]] = {}
     for device, index in sharding.devices_indices_map((rows, 1)).items():
@@ -43,6 +47,7 @@ class BatchSharder:
         "divisor of the devices of a process, or to a multiple"
       )
     self.local_rows = len(own)
+    self.order = [shares.index(tuple(sorted(held[process]))) for process in sorted(held)]
     self.shard = loader.Shard(shares.index(own), len(shares))
 
   @property

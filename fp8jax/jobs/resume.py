@@ -40,6 +40,7 @@ class Saver:
     every = spec.checkpoint.every if decide.has_roll_back(spec.precision.policy) else 0
     self.checkpoints = checkpoint.Checkpoints(workdir, spec.checkpoint.keep, every)
     self.evaluations: dict[str, Any] = {}
+    spread, order = now.batches.spread, now.batches.spread.order
     # Of the run: it may go on where these are the same. Now: a table may be edited during the run.
     self._origin = {
       "config": {**identity.identity(spec), **contents},
@@ -47,8 +48,9 @@ class Saver:
       # The settings that the saved positions in the data depend on.
       "readers": {
         "processes": jax.process_count(),
-        "shares": now.batches.spread.shard.count,
+        "shares": spread.shard.count,
         "in worker processes": spec.data.workers > 0,
+        **({} if order == sorted(order) else {"share of each process": order}),
       },
     }
 

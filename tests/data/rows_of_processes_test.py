@@ -44,10 +44,19 @@ BATCH = dict(B=("data", "fsdp"))
     ((2, 2, 2), dict(B=("fsdp", "data")), 4, [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]),
     ((2, 2, 2), dict(B="fsdp"), 4, [[*range(12)]] * 2),
     ((1, 2, 4), BATCH, 2, [[0, 1, 2, 3, 4, 5]] * 2 + [[6, 7, 8, 9, 10, 11]] * 2),
+    ((2, 2, 2), dict(B="fsdp"), 2, [[*range(6)], [*range(6, 12)]] * 2),
     ((4, 1, 2), dict(B=()), 2, [[*range(12)]] * 4),
     ((3, 2, 1), dict(B=("fsdp", "data")), 2, [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]),
   ],
-  ids=["in order", "turned", "a copy each", "tensor over processes", "whole", "of three"],
+  ids=[
+    "in order",
+    "turned",
+    "a copy each",
+    "tensor over processes",
+    "shares in turn",
+    "whole",
+    "of three",
+  ],
 )
 def test_processes_share_the_rows_of_a_batch(monkeypatch, shape, acts, devices_each, want):
   made = _sharders(monkeypatch, shape, acts, devices_each, 12)
@@ -56,6 +65,7 @@ def test_processes_share_the_rows_of_a_batch(monkeypatch, shape, acts, devices_e
   for sharder, held in made:
     assert sharder.local_rows == len(held) and sharder.local_batch == 3 * len(held)
     assert sharder.shard == batch_sharding.loader.Shard(different.index(held), len(different))
+    assert sharder.order == [different.index(rows) for rows in want]
 
 
 def test_processes_with_parts_of_each_others_rows_are_refused(monkeypatch):
