@@ -15,13 +15,13 @@ from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.optim import storage
 from fp8jax.phases.schedule import Phase, Precision, Rules
-from fp8jax.quantization import stored_matrix
+from fp8jax.quantization import amax_history, stored_matrix
 from fp8jax.recipe import attention, by_token
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.library import RECIPES
 from fp8jax.recipe.papers import PAPERS
-from fp8jax.recipe.quant import Quant
+from fp8jax.recipe.quant import Quant, Static
 from fp8jax.step import quantized_once
 
 
@@ -187,6 +187,26 @@ def weight_operand_problems(spec: Any) -> list[str]:
   return [
     f"memory.weight_operands='per_step' with no weight that a step can quantize once ({name}: "
     f"{why}; and so on); set memory.weight_operands='per_product', or another recipe"
+  ]
+
+
+def own_teacher_problems(spec: Any) -> list[str]:
+  """The sites of a student that learns from its own beginning alone, whose gradients grow from
+  nearly 0, with a scale of gradients that stays where it began, in words."""
+  if spec.distill.weight < 1 or spec.distill.teacher:
+    return []
+  g = amax_history.TENSORS.index("g")
+  static = {
+    recipe.name: name
+    for name, recipe in site_tree.recipes_of(spec.sites()).items()
+    if isinstance(amax_history.sources(recipe)[g], Static)
+  }
+  return [
+    f"distill.weight={spec.distill.weight} and distill.teacher='' with recipe {recipe!r} (site "
+    f"{name}): the teacher is what training starts from, gradients grow from nearly 0, and a "
+    "static scale of them saturates; take a recipe with current or delayed scales of gradients, set "
+    "distill.weight below 1, or name a teacher"
+    for recipe, name in static.items()
   ]
 
 

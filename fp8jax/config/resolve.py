@@ -94,6 +94,7 @@ def resolve(
     sections={one: registry.section(c, one) for one in needs.sections},
   )  # fmt: skip
   _check_spec(spec, problems)
+  problems.extend(precision_checks.own_teacher_problems(spec) if needs.has_loss else ())
   problems.extend(needs.problems_of_spec(spec))
   problems.refuse()
   return spec

@@ -1,5 +1,6 @@
 """The precision section of a configuration: rules by layer, phases, recipes by name, mistakes."""
 
+import dataclasses
 import re
 
 import harness
@@ -7,6 +8,7 @@ import pytest
 
 from fp8jax.compiled import fp8_gemms
 from fp8jax.config import named, resolve
+from fp8jax.config import precision as precision_checks
 from fp8jax.errors import ConfigError
 from fp8jax.generation import checks
 from fp8jax.kernels import choose
@@ -45,6 +47,7 @@ def test_table_of_sites_says_that_a_folded_weight_has_no_past():
   assert sources["layers/mlp/up"] == ["delayed"] * 2
 
 
+_OWN_TEACHER = {"distill.weight": 1.0, "init.workdir": "of another run"}
 MISTAKES = {
   "step": ({"precision.schedule": ((0, ((".*", "bf16"),)),)}, "starts at step 0; phases start in"),
   "late": ({"precision.schedule": ((6, ((".*", "bf16"),)),)}, "before the last, steps=6"),
@@ -68,6 +71,10 @@ MISTAKES = {
     {"precision.attention": "fa3", "sensitivity.tokens": 128},
     "precision.attention='fa3': --job=sensitivity compares",
   ),
+  "static gradients from 0": (
+    {"precision.rules": ((".*", "e4m3_static"),), **_OWN_TEACHER},
+    r"recipe 'e4m3_static' \(site layers/2/mlp/up\): .* gradients grow from nearly 0",
+  ),
   "alarm of a list": ({"log.alarms": ((["amax"], ">", 1.0),)}, "is no rule such as"),
   "alarm": ({"log.alarms": (("underflo", ">", 1.0),)}, "statistics are saturation"),
   "loss scale": ({"precision.compute_dtype": "float16"}, "set loss_scale.kind='dynamic'"),
@@ -80,6 +87,18 @@ def test_mistake_is_named(changes, message):
   job = jobs.pop() if jobs else "train"
   with pytest.raises(ConfigError, match=message):
     harness.text_spec(job=job, **changes)
+
+
+def test_static_scales_of_gradients_that_begin_near_zero_are_refused_and_no_others():
+  problems = precision_checks.own_teacher_problems
+  own = {"precision.rules": ((".*", "e4m3_static"),), **_OWN_TEACHER}
+  spec = harness.text_spec(**own | {"distill.weight": 0.9})
+  assert not problems(spec)
+  for weight, teacher, count in ((1.0, "", 1), (1.0, "of another run", 0), (0.0, "", 0)):
+    distill = dataclasses.replace(spec.distill, weight=weight, teacher=teacher)
+    assert len(problems(dataclasses.replace(spec, distill=distill))) == count
+  delayed = {"precision.rules": ((".*", "tensor_delayed"),)}
+  assert harness.text_spec(**_OWN_TEACHER | delayed).distill.weight == 1
 
 
 def test_precision_at_gives_the_phase_of_every_step():
