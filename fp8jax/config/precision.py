@@ -204,8 +204,8 @@ def own_teacher_problems(spec: Any) -> list[str]:
   return [
     f"distill.weight={spec.distill.weight} and distill.teacher='' with recipe {recipe!r} (site "
     f"{name}): the teacher is what training starts from, gradients grow from nearly 0, and a "
-    "static scale of them saturates; take a recipe with current or delayed scales of gradients, set "
-    "distill.weight below 1, or name a teacher"
+    "static scale of them saturates; take a recipe with current or delayed scales of gradients, "
+    "set distill.weight below 1, or name a teacher"
     for recipe, name in static.items()
   ]
 
