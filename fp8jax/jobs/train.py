@@ -192,6 +192,8 @@ def _loop(
       settle()
     step += 1
     position, read = batches.iterator.get_state(), batches.metrics()
+    if passed_over := number + 1 - step:
+      read = {**read, "batches_skipped": passed_over}
     pending = run_reports.Taken(step, values, host, position, read, clock.waited)
     if now.policies.waits_for(is_loud):
       settle()

@@ -1,8 +1,8 @@
 """Runs beside each other: paired differences of loss, loss by learning rate, cost of equal loss.
 
 Runs are paired with those of the baseline that have the same seed, the same data and the same
-other settings: the two then read the same batches, and their difference is the recipe's. R is a
-seed, S is a step.
+other settings: the two then read the same batches, and their difference is the recipe's. Losses
+are paired by batch, since roll-backs leave some out. R is a seed, S is a step.
 """
 
 import dataclasses
@@ -217,11 +217,23 @@ def _paired(run: RunFiles, base: RunFiles, after: int) -> tuple[np.ndarray, np.n
 
 
 def _common(run: RunFiles, base: RunFiles):
-  """(steps at which both have a finite loss, their places in the one, in the other)."""
-  both = run.curves["loss"], base.curves["loss"]
-  steps, i, j = np.intersect1d(both[0].steps, both[1].steps, return_indices=True)
-  kept = np.isfinite(both[0].values[i]) & np.isfinite(both[1].values[j])
-  return steps[kept], i[kept], j[kept]
+  """(batches of which both have a finite loss, their places in the one, in the other).
+
+  A batch has the number of the step that takes it where none is left out.
+  """
+  both = run.curves["loss"].values, base.curves["loss"].values
+  batches, i, j = np.intersect1d(_batches(run), _batches(base), return_indices=True)
+  kept = np.isfinite(both[0][i]) & np.isfinite(both[1][j])
+  return batches[kept], i[kept], j[kept]
+
+
+def _batches(run: RunFiles) -> np.ndarray:
+  """The batch of every step with a loss: roll-backs leave some out."""
+  steps, skipped = run.curves["loss"].steps, run.curves.get("batches_skipped")
+  if skipped is None:
+    return steps
+  at = np.searchsorted(skipped.steps, steps, "right")
+  return steps + np.append(0, skipped.values)[at].astype(steps.dtype)
 
 
 def _last_heldout(*runs: RunFiles) -> list[dict[tuple[str, str], float]]:

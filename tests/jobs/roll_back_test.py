@@ -57,6 +57,8 @@ def test_what_a_roll_back_after_a_switch_restores(tmp_path):
   assert counted[3] < counted[5] < counted[6] and counted[:4] + counted[6:] == [
     r["documents/malformed"] for r in rows(workdir) if "loss" in r
   ]
+  skipped = [r.get("batches_skipped", 0) for r in rows(workdir) if "loss" in r]
+  assert skipped == 4 * [0] + 5 * [2]
   snapshots = [
     row["numerics"]["layers/0/mlp/down"]["x"] for row in rows(workdir) if "numerics" in row
   ]
@@ -169,7 +171,7 @@ def test_a_roll_back_takes_no_scales_of_other_recipes_or_another_table(tmp_path)
   spec = harness.text_spec(steps=4, **_UNDONE, **static)
   state, _ = harness.calibrated_batches(spec, 1)
   first = calibration.of_states(
-    spec, spec.sites(), state.scaling_states, step=0, fingerprint="", loss=""
+    spec, spec.sites(), state.scaling_states, step=0, fingerprint="", loss="cross entropy"
   )
   second = {**first, "rows": [{**row, "amax": row["amax"] * 4} for row in first["rows"]]}
   tables = {}

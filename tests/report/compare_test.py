@@ -229,6 +229,27 @@ def test_runs_that_cannot_be_paired_are_named(tmp_path):
     compare.compare(paths, "x")
 
 
+def test_losses_are_paired_by_batch_where_a_roll_back_left_some_out(tmp_path):
+  """The loss of a batch depends on the batch alone here; each differs from all others."""
+  of_batch = 2 + 0.3 * np.random.default_rng(0).standard_normal(40)
+  kept = np.delete(of_batch, [11, 12, 25])  # steps 12 to 23 are two batches further, later three
+  paths = [
+    run_files.write_steps(tmp_path / name, losses.tolist(), name, 0)
+    for name, losses in (("bf16", of_batch), ("block_128", 1.01 * kept))
+  ]
+  metrics = pathlib.Path(paths[1], "metrics.jsonl")
+  rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+  for row in rows:
+    skipped = 2 * (row["step"] > 11) + (row["step"] > 23)
+    row |= {"batches_skipped": skipped} if skipped else {}
+  metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  found = compare.compare(paths)
+  (row,) = [r for r in found.rows if r.quantity == "training"]
+  assert row.estimate.by_seed == pytest.approx((1.0,), abs=1e-9)
+  (along,) = found.differences
+  assert along.mean == pytest.approx(1.0, abs=1e-9) and along.tokens[-1] == 40 * 16
+
+
 def test_runs_whose_processes_read_other_shares_read_other_batches(tmp_path):
   """A run of before `shares` had one at most for each process."""
   paths = folders(tmp_path, (0.1,))
