@@ -305,9 +305,11 @@ def _shared(name: str, matrix: Matrix, matrices: Mapping[str, Matrix]) -> Matrix
 
 
 def _amax(table: Mapping[tuple[str, str], float], site: str, tensor: str, what: str, remedy: str):
-  amax = table.get((site, tensor))
-  if amax is None or not np.isfinite(amax):
-    raise UserError(f"{what} has no amax of tensor {tensor} of site {site}; {remedy}")
+  amax = table.get((site, tensor), np.nan)
+  is_unseen = amax == 0 and tensor == "x"  # what a server meets has another scale than zeros
+  if is_unseen or not np.isfinite(amax):
+    above = " above 0" * is_unseen
+    raise UserError(f"{what} has no amax{above} of tensor {tensor} of site {site}; {remedy}")
   return amax
 
 

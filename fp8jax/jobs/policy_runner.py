@@ -81,7 +81,7 @@ class PolicyRunner:
     return dataclasses.replace(fresh, scaling_states=kept)
 
   def await_scales(self, state: State, phase: int):
-    """Has the sites calibrated before the next step of which no batch had finite amaxes."""
+    """Has the sites calibrated before the next step of which no batch gave all amaxes."""
     names = scaling_lib.unknown(self.spec.sites(phase=phase), state.scaling_states)
     self._await({*self.policy_state.refresh, *names})
 
@@ -91,8 +91,8 @@ class PolicyRunner:
   def refreshed(self, state: State, place: Callable[[], Any], step: int, phase: int) -> State:
     """The state for the step after `step` steps, with the scales that are due made again.
 
-    A site whose amaxes in the batch, which `place` makes, are not finite is due before the next
-    step, too.
+    A site whose amaxes in the batch, which `place` makes, are 0 or not finite is due before the
+    next step, too: zeros have scale 1, and what comes after them another.
     """
     due, sites = decide.due(self.policies, step), self.spec.sites(phase=phase)
     stateful = [s for s, r in site_tree.recipes_of(sites).items() if r.is_stateful]
@@ -116,8 +116,8 @@ class PolicyRunner:
       again = chosen.intersection(scaling_lib.unknown(sites, fresh.scaling_states))
     if again:
       self._await(again)
-      text = f"the batch has no finite amaxes for the scales of {len(again)} sites; the next one is"
-      events.append(decide.Event(step + 1, "scales", f"{text} taken for them"))
+      text = f"the batch has no finite amaxes above 0 for the scales of {len(again)} sites; the"
+      events.append(decide.Event(step + 1, "scales", f"{text} next one is taken for them"))
     self._say(step + 1, events)
     if chosen - again:
       self._keep(step, sites, state.scaling_states, states)

@@ -124,11 +124,12 @@ class RunState:
 
   def _of_table(self, known, state: State, batch, step: int, phase: int) -> State:
     """The state with the scales of a table, and with those of the batch where it has none."""
-    if not scaling_lib.unknown(self.spec.sites(phase=phase), known):
+    if not (names := scaling_lib.unknown(self.spec.sites(phase=phase), known)):
       return dataclasses.replace(state, scaling_states=known)
+    what = "gradients" if not scaling_lib.unknown(self.spec.sites(phase=phase), known, "xw") else ""
     self._out.print(
-      f"step {step}: scales of gradients begin from the next batch: precision.calibration has none "
-      "of this run's loss"
+      f"step {step}: scales of {what or f'{len(names)} sites'} begin from the next batch: "
+      "precision.calibration has none of this run's loss"
     )
     fresh = self.policies.calibrated(state, batch, phase)
     filled = {n: amax_history.filled(s, fresh.scaling_states[n]) for n, s in known.items()}

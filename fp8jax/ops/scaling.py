@@ -56,12 +56,13 @@ def _observed(sites, stats: Mapping[str, Any]):
 def unknown(
   sites, scaling_states: Mapping[str, amax_history.ScalingState], tensors: str = "xwg"
 ) -> list[str]:
-  """Layers' sites with an amax that is not finite, of one of these tensors: no batch gave one yet.
-  Waits for the states."""
+  """Layers' sites with a scale, of one of these tensors, for which no batch gave an amax yet: it is
+  not finite, or 0. Waits for the states."""
   named, names = site_lib.flatten(sites), []
   for name, state in jax.device_get(dict(scaling_states)).items():
-    amaxes = state.amax_3[..., [amax_history.TENSORS.index(tensor) for tensor in tensors]]
-    is_known = np.atleast_1d(np.isfinite(amaxes).all(axis=-1))
+    sources = zip(amax_history.TENSORS, amax_history.sources(named[name].recipe))
+    is_made = [t in tensors and isinstance(s, Delayed | Static) for t, s in sources]
+    is_known = np.atleast_1d(amax_history.is_known(state.amax_3[..., is_made]).all(axis=-1))
     names += [layer for layer, known in zip(named[name].layer_names, is_known) if not known]
   return names
 
@@ -131,7 +132,8 @@ def carried(
 
   Returns:
     {site: ScalingState}: of a layer the old one where its recipe remembers alike, else the fresh.
-    Of a tensor with a fresh amax that is not finite the old one stays, as in amax_history.update.
+    Of a tensor with a fresh amax that is 0 or not finite the old one stays, as in
+    amax_history.update.
   """
 
   def rows_of(name, site, states):

@@ -294,10 +294,12 @@ def calibrate(sites, loss: Callable[[Any], jax.Array]):
     loss: a scalar function of such a tree, e.g. lambda sites: loss(params, sites, batch).
 
   Returns:
-    The same tree. Sites with current scales are as they were.
+    The same tree. Sites with current scales are as they were. A tensor of zeros has scale 1 until a
+    step has seen others.
 
   Raises:
-    ValueError: as `update`.
+    ValueError: as `update`; and of a site that the loss does not reach, whose state is NaN where
+      this is compiled.
 
   Source: as `update`; Transformer Engine begins with scales of 1 instead.
 
@@ -310,7 +312,22 @@ def calibrate(sites, loss: Callable[[Any], jax.Array]):
     [1.0, 2.0, 1.0]
   """
   # Random keys have no gradient.
-  return calibrated(sites, jax.grad(loss, allow_int=True)(with_current_scales(sites)))
+  stats = jax.grad(loss, allow_int=True)(with_current_scales(sites))
+  return tree_map(_reached, calibrated(sites, stats))
+
+
+def _reached(site: Site) -> Site:
+  """The site, its state NaN where nothing at all was observed."""
+  if (state := site.scaling_state) is None:
+    return site
+  is_missed = (state.amax_3 == 0).all(-1)
+  if not isinstance(is_missed, core.Tracer) and np.any(is_missed):
+    raise ValueError(
+      f"site {site.name!r}: the loss does not reach it, and its scales stay unknown "
+      "(stop_gradient, a branch that was not taken, another head): calibrate by a loss that does, "
+      "or take a recipe with current scales"
+    )
+  return dataclasses.replace(site, scaling_state=amax_history.unknown(state, is_missed))
 
 
 def calibrated(sites, stats):

@@ -170,7 +170,7 @@ class OptimizerConfig:
     '"stop", or "skip" the update and count. A dynamic loss scale is halved first, and stops at '
     "the smallest scale, 2^-24.", choices=("stop", "skip"), affects=EXECUTION, mapped=True)
   sparsity: str = key("none", '"2:4": of every four weights along the contraction of a linear '
-    "layer only the two of largest magnitude at the start are ever other than 0 (arXiv:2104.08378)",
+    "layer only two are other than 0, at the start the largest in magnitude (arXiv:2104.08378)",
     choices=sparsity.CHOICES, mapped=True)
   steps: int = 0
   width: int = 0

@@ -1,9 +1,10 @@
 """2:4 sparsity: at most two of every four weights that follow each other in the contraction.
 
 The mask is no state: it is that of the weights before an update. Of dense weights it keeps the two
-largest magnitudes; weights that have it already keep their zeros for good, so that a run goes on
-from its checkpoint, and QAT from a folder, in one mask. Gradients pass the forward product as they
-do elsewhere.
+largest magnitudes; weights that have it already keep their zeros, so that a run goes on from its
+checkpoint, and QAT from a folder, in one mask. A weight that an update makes exactly 0 gives its
+place to the first one of its four that is 0. Gradients pass the forward product as they do
+elsewhere.
 
 Source: magnitude pruning of Mishra et al. 2021 (arXiv:2104.08378 §4), with one mask for all of
 training; torchao 2507.16099 trains so before it serves.

@@ -3,9 +3,9 @@
 Source: Transformer Engine's DelayedScaling (arXiv:2209.05433 §5). After a step the history rolls by
 one, its first slot takes what the step saw, and the next scale comes from the maximum of the
 history or from its latest entry. An amax of 0 or one that is not finite keeps the previous scale.
-Assumes: amaxes are in the tensor's own units. Unlike Transformer Engine's, an observation that is
-not finite enters the history as 0 ("nothing seen"): as infinity it would hold the scale still until
-it left the window, a thousand steps later.
+A static scale takes the first amax above 0. Assumes: amaxes are in the tensor's own units. Unlike
+Transformer Engine's, an observation that is not finite enters the history as 0 ("nothing seen"): as
+infinity it would hold the scale still until it left the window, a thousand steps later.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax.recipe.gemm import Recipe
-from fp8jax.recipe.quant import Delayed, Source
+from fp8jax.recipe.quant import Delayed, Source, Static
 
 # The tensors of a linear layer: input, weight, incoming gradient.
 TENSORS = ("x", "w", "g")
@@ -27,7 +27,7 @@ class ScalingState:
 
   Attributes:
     amax_3: float32 [..., 3], that scales are computed from; NaN while no batch had a finite one, 0
-      where nothing but zeros was seen.
+      where nothing but zeros was seen, which have scale 1.
     history_3H: float32 [..., 3, H], newest first.
   """
 
@@ -52,6 +52,11 @@ def init(recipe: Recipe, stacked: tuple[int, ...] = ()) -> ScalingState:
   )
 
 
+def is_known(amax):
+  """bool [...]: whether a scale may be made from an amax; 0 says that nothing was seen so far."""
+  return (amax > 0) & (amax < jnp.inf)
+
+
 def calibrated(recipe: Recipe, amax_3) -> ScalingState:
   """The state of a site that saw these amaxes, float32 [..., 3], once.
 
@@ -66,15 +71,15 @@ def calibrated(recipe: Recipe, amax_3) -> ScalingState:
 
 def update(state: ScalingState, amax_3, recipe: Recipe) -> ScalingState:
   """The state after a step that saw amaxes amax_3, float32 [..., 3]."""
-  if not any(isinstance(source, Delayed) for source in sources(recipe)):
-    return state
-  is_valid = jnp.isfinite(amax_3) & (amax_3 > 0)
-  newest = jnp.where(is_valid, amax_3, 0.0)
-  history = jnp.concatenate([newest[..., None], state.history_3H], axis=-1)
-  history = history[..., : recipe.history]
+  newest = jnp.where(is_known(amax_3), amax_3, 0.0)
+  history = state.history_3H
+  if any(isinstance(source, Delayed) for source in sources(recipe)):
+    history = jnp.concatenate([newest[..., None], history], axis=-1)[..., : recipe.history]
   amaxes = []
   for i, source in enumerate(sources(recipe)):
     old = state.amax_3[..., i]
+    if isinstance(source, Static):
+      old = jnp.where(old == 0, newest[..., i], old)
     if isinstance(source, Delayed):
       window = history[..., i, : source.steps]
       new = window[..., 0] if source.reduce == "latest" else jnp.max(window, axis=-1)
@@ -84,11 +89,11 @@ def update(state: ScalingState, amax_3, recipe: Recipe) -> ScalingState:
 
 
 def filled(state: ScalingState, other: ScalingState) -> ScalingState:
-  """The state, with those of another of the same recipe where amaxes are not finite."""
-  is_known_3 = jnp.isfinite(state.amax_3)
+  """The state, with amaxes of another of the same recipe where it has none above 0."""
+  is_kept_3 = is_known(state.amax_3) | (jnp.isfinite(state.amax_3) & ~is_known(other.amax_3))
   return ScalingState(
-    jnp.where(is_known_3, state.amax_3, other.amax_3),
-    jnp.where(is_known_3[..., None], state.history_3H, other.history_3H),
+    jnp.where(is_kept_3, state.amax_3, other.amax_3),
+    jnp.where(is_kept_3[..., None], state.history_3H, other.history_3H),
   )
 
 

@@ -90,7 +90,7 @@ def restore_scaling_states(spec: train_spec.TrainSpec, workdir: str, step: int, 
   )
   saved.close()
   if scaling_lib.unknown(spec.sites(phase=phase), scaling_states):
-    return without("await a batch with finite amaxes")
+    return without("await a batch with finite amaxes above 0")
   return scaling_states
 
 

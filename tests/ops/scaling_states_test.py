@@ -1,10 +1,16 @@
 """Scaling states of layers' sites: carried to other recipes, replaced one by one."""
 
 import harness
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
+import fp8jax
+from fp8jax.jobs import policy_runner
 from fp8jax.ops import scaling, site
 from fp8jax.quantization.amax_history import ScalingState
+from fp8jax.step import train_step
 
 
 def made(sites, offset):
@@ -57,14 +63,15 @@ def test_sites_that_keep_their_recipe_keep_their_scales_and_a_margin_changes_non
   assert {name: s.history_3H.shape for name, s in states.items()} == shapes
 
 
-def test_chosen_layers_begin_anew_and_no_others():
+@pytest.mark.parametrize("nothing", [np.inf, 0.0])
+def test_chosen_layers_begin_anew_and_no_others(nothing):
   sites = spec(("layers/.*/mlp/(down|up)", "tensor_delayed(steps=4)")).sites()
   states = scaling.carried(sites, made(sites, 100), sites, made(sites, 200), {"layers/1/mlp/up"})
   expected = {f"layers/{i}/mlp/{s}": (100 + i, 4) for i in range(3) for s in ("down", "up")}
   assert by_layer(sites, states) == {**expected, "layers/1/mlp/up": (201, 4)}
-  # A batch that overflowed has no range to give: the tensor keeps its own.
+  # A batch that overflowed has no range to give, nor have zeros: the tensor keeps its own.
   fresh = made(sites, 200)
-  fresh["layers/mlp/up"].amax_3[1, 0] = np.inf
+  fresh["layers/mlp/up"].amax_3[1, 0] = nothing
   states = scaling.carried(sites, made(sites, 100), sites, fresh, {"layers/1/mlp/up"})
   assert by_layer(sites, states) == {**expected, "layers/1/mlp/up": (101, 4)}
   up = states["layers/mlp/up"]
@@ -75,7 +82,7 @@ def test_chosen_layers_begin_anew_and_no_others():
   assert set(np.asarray(up.history_3H)[1, 0]) == {101} and np.isfinite(up.history_3H).all()
   # What is awaited takes the tensors that it lacks, and no others.
   old = made(sites, 100)
-  old["layers/mlp/up"].amax_3[1, 2] = np.nan
+  old["layers/mlp/up"].amax_3[1, 2] = np.nan if nothing else 0
   states = scaling.carried(sites, old, sites, made(sites, 200), fill={"layers/1/mlp/up"})
   fresh = made(sites, 200)["layers/mlp/up"]
   assert by_layer(sites, states) == {**expected, "layers/1/mlp/up": (101, 4)}
@@ -83,3 +90,67 @@ def test_chosen_layers_begin_anew_and_no_others():
   np.testing.assert_array_equal(up.amax_3[1, :2], old["layers/mlp/up"].amax_3[1, :2])
   assert up.amax_3[1, 2] == fresh.amax_3[1, 2]
   np.testing.assert_array_equal(up.history_3H[1, 2], fresh.history_3H[1, 2])
+
+
+@pytest.mark.parametrize("recipe", ["tensor_delayed(steps=4)", "e4m3_static"])
+def test_a_scale_of_gradients_that_began_as_zeros_is_that_of_the_first_others(rng, recipe):
+  """As of a layer before one that begins as zeros. A scale of 1 would flush them for ever."""
+  x, w = rng.standard_normal((64, 128)), 0.05 * rng.standard_normal((128, 64))
+  small = (1e-4 * rng.standard_normal((64, 64))).astype(np.float32)
+
+  def loss(one, w, factors):
+    return (fp8jax.dot("BD,DF->BF", jnp.float32(x), w, one) * factors).sum()
+
+  one = site.calibrate(site.single(recipe), lambda s: loss(s, jnp.float32(w), 0 * small))
+  want = x.T @ small.astype(np.float64)
+  errors = []
+  for _ in range(3):
+    seen, gradient = jax.grad(loss, (0, 1))(one, jnp.float32(w), small)
+    errors.append(np.linalg.norm(gradient - want) / np.linalg.norm(want))
+    one = site.update(one, seen)
+  assert max(errors[1:]) < 0.08, errors
+  assert one.scaling_state.amax_3[2] == np.abs(small).max()
+
+
+@pytest.mark.parametrize("is_stopped", [True, False], ids=["stop_gradient", "branch"])
+def test_a_site_that_a_calibration_does_not_reach_is_named_and_multiplies_nothing(rng, is_stopped):
+  x, w = jnp.ones((8, 16)), jnp.float32(rng.standard_normal((16, 8)))
+  reached, missed = (site.single("tensor_delayed(steps=4)", name=n) for n in ("online", "target"))
+
+  def loss(sites):
+    y = fp8jax.dot("BD,DF->BF", x, w, sites[0]).sum()
+    if is_stopped:
+      return y + jax.lax.stop_gradient(fp8jax.dot("BD,DF->BF", x, w, sites[1])).sum()
+    branch = lambda s: fp8jax.dot("BD,DF->BF", x, w, s).sum()  # noqa: E731
+    return y + jax.lax.cond(y > 1e9, branch, lambda s: 0.0, sites[1])
+
+  with pytest.raises(ValueError, match="site 'target': the loss does not reach it"):
+    site.calibrate((reached, missed), loss)
+  online, target = jax.jit(lambda sites: site.calibrate(sites, loss))((reached, missed))
+  assert np.isfinite(fp8jax.dot("BD,DF->BF", x, w, online)).all()
+  assert np.isnan(fp8jax.dot("BD,DF->BF", x, w, target)).all()
+
+
+@pytest.mark.parametrize("recipe", ["tensor_delayed(steps=4)", "e4m3_static"])
+def test_a_step_waits_for_gradients_that_are_not_all_zero(rng, recipe):
+  """The first two batches train nothing: zeros are multiplied, and what follows is scaled."""
+  spec = harness.one_layer_spec(recipe)
+  batch = {key: jnp.asarray(x) for key, x in harness.weighted_batch(rng).items()}
+  nothing = batch | {"weights_BL": 0 * batch["weights_BL"]}
+  at_work, said = policy_runner.PolicyRunner(spec, lambda *of: said.append(of)), []
+  state = at_work.calibrated(train_step.make_state(spec), nothing, 0)
+  first = state.scaling_states
+  names = scaling.unknown(spec.sites(), first)
+  assert len(names) == 7 and not scaling.unknown(spec.sites(), first, "xw")
+  at_work.await_scales(state, 0)
+  for step, given in enumerate((nothing, nothing, batch, batch)):
+    state = at_work.refreshed(state, lambda: given, step, 0)  # noqa: B023
+    is_known = step > 1
+    assert bool(at_work.policy_state.refresh) != is_known
+    for name, now in state.scaling_states.items():
+      np.testing.assert_array_equal(now.amax_3[..., :2], first[name].amax_3[..., :2])
+      assert np.all(now.amax_3[..., 2] > 0) == is_known
+  assert ["of 7 sites" in str(events) for _, events in said if events] == [True, True]
+  wanted = train_step.calibrate(spec, state, batch, 0).scaling_states
+  for name, now in state.scaling_states.items():
+    np.testing.assert_array_equal(now.amax_3[..., 2], wanted[name].amax_3[..., 2])

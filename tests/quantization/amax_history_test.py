@@ -71,6 +71,26 @@ def test_history_follows_transformer_engine():
   assert scaling_state.history_3H.shape == (3, 3)
 
 
+def test_zeros_are_no_amax_and_a_static_scale_takes_the_first_above_them():
+  fixed, tensor = Quant(E4M3, source=Static()), Quant(E4M3, source=Delayed(steps=2))
+  for recipe in (
+    Recipe("static", Gemm(fixed, fixed), Gemm(fixed, fixed), Gemm(fixed, fixed)),
+    Recipe("mixed", Gemm(fixed, fixed), Gemm(tensor, fixed), Gemm(fixed, tensor)),
+  ):
+    state = amax_history.calibrated(recipe, np.float32([3, 0, 0]))
+    for seen, want in (((9, np.nan, 0), [3, 0, 0]), ((9, 2, np.inf), [3, 2, 0]),
+                       ((0, 7, 5), [3, 2, 5])):  # fmt: skip
+      state = amax_history.update(state, np.float32(seen), recipe)
+      assert state.amax_3.tolist() == want
+  nan, one = np.nan, recipe
+  for own, other, want in (
+    ([3, 0, nan], [5, 6, 7], [3, 6, 7]), ([3, 0, 0], [0, 0, nan], [3, 0, 0]),
+    ([nan, nan, 4], [0, nan, np.inf], [0, nan, 4]),
+  ):  # fmt: skip
+    states = (amax_history.calibrated(one, np.float32(x)) for x in (own, other))
+    np.testing.assert_array_equal(amax_history.filled(*states).amax_3, np.float32(want))
+
+
 def test_windows_of_delayed_scales_have_their_own_lengths():
   windows = {"x": 2, "w": 4, "g": 1}
   uses = {t: [types.SimpleNamespace(source=Delayed(steps=n))] for t, n in windows.items()}
