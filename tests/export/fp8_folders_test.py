@@ -271,6 +271,14 @@ def test_auto_scales_are_powers_of_two_only_where_all_codes_of_training_have_suc
     assert all(m.is_trained for m in plan.matrices.values())
 
 
+def test_a_static_input_of_which_a_calibration_saw_zeros_alone_is_refused():
+  static = schemes.fp8(COMPRESSED, "channel", static_inputs=True)
+  seen = {(n, "x"): 3.0 for n in site_tree.recipes_of(_sites("bf16"))}
+  assert len(_plan(static, inputs=seen).matrices) == 14
+  with pytest.raises(UserError, match="no amax above 0 of tensor x of site layers/1/mlp/up; set"):
+    _plan(static, inputs=seen | {("layers/1/mlp/up", "x"): 0.0})
+
+
 def test_what_a_folder_has_in_16_bits_stays_so_and_its_static_scales_of_inputs_stay(tmp_path):
   static = schemes.fp8(COMPRESSED, "channel", static_inputs=True)
   seen = {(n, "x"): 448.0 + i for i, n in enumerate(site_tree.recipes_of(_sites("bf16")))}
