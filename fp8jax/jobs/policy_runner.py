@@ -12,9 +12,13 @@ from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site_tree
 from fp8jax.phases import decide
 from fp8jax.phases import policy as policy_lib
+from fp8jax.quantization import amax_history
 from fp8jax.run import checkpoint, restore
 from fp8jax.step import train_spec, train_step
 from fp8jax.step.state import State
+
+# So many steps of a phase are calibrated where tensors are zero.
+_STEPS_OF_ZEROS = 16
 
 
 class PolicyRunner:
@@ -80,10 +84,19 @@ class PolicyRunner:
     )  # fmt: skip
     return dataclasses.replace(fresh, scaling_states=kept)
 
-  def await_scales(self, state: State, phase: int):
-    """Has the sites calibrated before the next step of which no batch gave all amaxes."""
-    names = scaling_lib.unknown(self.spec.sites(phase=phase), state.scaling_states)
+  def await_scales(self, state: State, step: int, phase: int):
+    """Has sites of which no batch gave all amaxes calibrated before the step after `step` steps.
+
+    Zeros are awaited in the first steps of a phase; then they keep scale 1 in the step that first
+    has others (amax_history.update): a tensor may be zero for ever.
+    """
+    names = self._unknown(state.scaling_states, step, phase)
     self._await({*self.policy_state.refresh, *names})
+
+  def _unknown(self, scaling_states, step: int, phase: int) -> list[str]:
+    is_early = step - self.spec.precision.phases[phase].start < _STEPS_OF_ZEROS
+    is_known = amax_history.is_known if is_early else np.isfinite
+    return scaling_lib.unknown(self.spec.sites(phase=phase), scaling_states, is_known=is_known)
 
   def _await(self, names: Collection[str]):
     self.policy_state = dataclasses.replace(self.policy_state, refresh=tuple(sorted(names)))
@@ -91,8 +104,8 @@ class PolicyRunner:
   def refreshed(self, state: State, place: Callable[[], Any], step: int, phase: int) -> State:
     """The state for the step after `step` steps, with the scales that are due made again.
 
-    A site whose amaxes in the batch, which `place` makes, are 0 or not finite is due before the
-    next step, too: zeros have scale 1, and what comes after them another.
+    A site is due before the next step, too, if the batch, which `place` makes, gives amaxes that
+    are not finite, or if some are missing still, see `await_scales`.
     """
     due, sites = decide.due(self.policies, step), self.spec.sites(phase=phase)
     stateful = [s for s, r in site_tree.recipes_of(sites).items() if r.is_stateful]
@@ -113,7 +126,10 @@ class PolicyRunner:
       # Awaited and not refreshed: what a table or an earlier batch gave stays.
       fill = chosen.intersection(scaling_lib.unknown(*own[:2])) - asked
       states = scaling_lib.carried(*own, reset=chosen - fill, fill=fill)
-      again = chosen.intersection(scaling_lib.unknown(sites, fresh.scaling_states))
+      again = chosen.intersection(
+        scaling_lib.unknown(sites, fresh.scaling_states, is_known=np.isfinite)
+      )
+      again |= chosen.intersection(self._unknown(states, step, phase))
     if again:
       self._await(again)
       text = f"the batch has no finite amaxes above 0 for the scales of {len(again)} sites; the"

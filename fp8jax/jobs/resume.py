@@ -50,7 +50,7 @@ class Saver:
         "processes": jax.process_count(),
         "shares": spread.shard.count,
         "in worker processes": spec.data.workers > 0,
-        **({} if order == sorted(order) else {"share of each process": order}),
+        restore.ORDER: order,
       },
     }
 
@@ -86,6 +86,8 @@ class Saver:
     data = (self._origin["data_fingerprint"], self._origin["readers"])
     read = policy_lib.keys_read(self._spec.precision.policy)
     restore.check_same_run(changes, meta, step, *data, accepted, read)
+    if restore.ORDER not in meta["readers"] and self._origin["readers"]["shares"] > 1:
+      out.print(f"held-out losses until step {step} are of other windows than those from here on")
     if step > self._spec.steps:
       raise UserError(
         f"the checkpoint is of step {step}, beyond steps={self._spec.steps}: set steps={step} or "

@@ -108,7 +108,7 @@ class RunState:
       state = self._of_table(known, state, batch, step, phase)
     else:
       state = self.policies.calibrated(state, batch, phase)
-    self.policies.await_scales(state, phase)
+    self.policies.await_scales(state, step, phase)
     levels = {False: tensor_stats.QUIET, True: tensor_stats.LOUD}
     self.sites = {loud: spec.sites(phase=phase, statistics=s) for loud, s in levels.items()}
     self.phase, self.shares = phase, fp8_share.of_phase(spec, phase)
@@ -129,7 +129,7 @@ class RunState:
     what = "gradients" if not scaling_lib.unknown(self.spec.sites(phase=phase), known, "xw") else ""
     self._out.print(
       f"step {step}: scales of {what or f'{len(names)} sites'} begin from the next batch: "
-      "precision.calibration has none of this run's loss"
+      "precision.calibration has none above 0 of this run's loss"
     )
     fresh = self.policies.calibrated(state, batch, phase)
     filled = {n: amax_history.filled(s, fresh.scaling_states[n]) for n, s in known.items()}

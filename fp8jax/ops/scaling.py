@@ -6,7 +6,7 @@ scale, states hold the amaxes of the gradients of the unscaled loss.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -54,16 +54,17 @@ def _observed(sites, stats: Mapping[str, Any]):
 
 
 def unknown(
-  sites, scaling_states: Mapping[str, amax_history.ScalingState], tensors: str = "xwg"
-) -> list[str]:
+  sites, scaling_states: Mapping[str, amax_history.ScalingState], tensors: str = "xwg",
+  is_known: Callable[[Any], Any] = amax_history.is_known,
+) -> list[str]:  # fmt: skip
   """Layers' sites with a scale, of one of these tensors, for which no batch gave an amax yet: it is
-  not finite, or 0. Waits for the states."""
+  not finite, or 0 (np.isfinite as `is_known`: not finite). Waits for the states."""
   named, names = site_lib.flatten(sites), []
   for name, state in jax.device_get(dict(scaling_states)).items():
     sources = zip(amax_history.TENSORS, amax_history.sources(named[name].recipe))
     is_made = [t in tensors and isinstance(s, Delayed | Static) for t, s in sources]
-    is_known = np.atleast_1d(amax_history.is_known(state.amax_3[..., is_made]).all(axis=-1))
-    names += [layer for layer, known in zip(named[name].layer_names, is_known) if not known]
+    are_known = np.atleast_1d(is_known(state.amax_3[..., is_made]).all(axis=-1))
+    names += [layer for layer, known in zip(named[name].layer_names, are_known) if not known]
   return names
 
 

@@ -323,9 +323,9 @@ def _reached(site: Site) -> Site:
   is_missed = (state.amax_3 == 0).all(-1)
   if not isinstance(is_missed, core.Tracer) and np.any(is_missed):
     raise ValueError(
-      f"site {site.name!r}: the loss does not reach it, and its scales stay unknown "
-      "(stop_gradient, a branch that was not taken, another head): calibrate by a loss that does, "
-      "or take a recipe with current scales"
+      f"site {site.name!r}: the loss does not reach it (stop_gradient, a branch that was not "
+      "taken, another head), or its x, w and g are zeros, and its scales stay unknown: calibrate "
+      "by a loss that reaches it, or take a recipe with current scales"
     )
   return dataclasses.replace(site, scaling_state=amax_history.unknown(state, is_missed))
 

@@ -83,7 +83,7 @@ class Delayed:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-  """The scale comes from a calibration and stays.
+  """The scale comes from a calibration and stays; of zeros alone it is 1 until a step sees others.
 
   Attributes:
     margin: as of Delayed.

@@ -45,10 +45,12 @@ class Member:
   def data(self) -> tuple[Any, int]:
     """Runs of which it is equal read the same batches: the data, and the shares they are read in.
 
-    A run from before it said so read in no more shares than it had processes.
+    Several processes of a run from before it said so evaluated other held-out windows, too: of it
+    minus their number.
     """
     of = self.run.provenance
-    return of.get("data_fingerprint"), of.get("shares", of.get("processes", 1))
+    processes = of.get("processes", 1)
+    return of.get("data_fingerprint"), of.get("shares", -processes if processes > 1 else 1)
 
   @property
   def final_loss(self) -> float:
@@ -131,9 +133,13 @@ def _other_data(m: Member, same: Sequence[Member]) -> str:
   """Why its batches are not those of runs with its seed and settings."""
   data, shares = m.data
   if alike := [b for b in same if b.data[0] == data]:
+    own, theirs = (
+      f"{n} share{'s' * (n > 1)}" if n > 0 else f"shares that {-n} processes did not state"
+      for n in (shares, alike[0].data[1])
+    )
     return (
-      f"processes read its data in {shares} share{'s' * (shares > 1)} and those of "
-      f"{alike[0].run.name} in {alike[0].data[1]}, which gives other batches"
+      f"its data were read in {own} and those of {alike[0].run.name} in {theirs}, which gives "
+      "other batches"
     )
   return f"other data than {same[0].run.name}"
 

@@ -213,6 +213,7 @@ class Batches(batch_sharding.Batches):
     """Args: lay: see `batches`."""
     super().__init__(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
     self._closing: collections.Counter[int] = collections.Counter()
+    self.shares = 1  # processes take turns
     of = self.spread.local_batch, spec.data, self.spread.shard
     self.iterator = batches(stored, *of, lay, self._closing)
 

@@ -114,8 +114,8 @@ def sites_of(
 ) -> Any:
   """The tree of sites of a forward pass, delayed and static scales from `scaling_states`.
 
-  Those of a site that has none, or for whose x or w a batch with finite amaxes is awaited, are
-  chosen from the tensors themselves.
+  Those of a site that has none, or for whose x or w a batch with finite amaxes above 0 is awaited,
+  are chosen from the tensors themselves.
   """
   tree = spec.sites(recipe, phase=phase)
   has_states = bool(scaling_lib.states(tree))

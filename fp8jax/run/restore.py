@@ -74,7 +74,7 @@ def restore_params(spec: train_spec.TrainSpec, workdir: str, step: int | None = 
 
 
 def restore_scaling_states(spec: train_spec.TrainSpec, workdir: str, step: int, meta, phase: int):
-  """{site: ScalingState} of a checkpoint; {} where they are of no use, and then says why."""
+  """{site: ScalingState} of a checkpoint; without those that are of no use, and then says why."""
 
   def without(why: str):
     text = f"scales of step {step} of {workdir} {why}; current scales are computed instead"
@@ -89,9 +89,13 @@ def restore_scaling_states(spec: train_spec.TrainSpec, workdir: str, step: int, 
     step, train_step.abstract_state(spec, step).scaling_states
   )
   saved.close()
-  if scaling_lib.unknown(spec.sites(phase=phase), scaling_states):
-    return without("await a batch with finite amaxes above 0")
-  return scaling_states
+  sites = site_lib.flatten(spec.sites(phase=phase))
+  # Those of gradients may be awaited: no forward pass reads them, see evaluator.sites_of.
+  awaited = {*scaling_lib.unknown(spec.sites(phase=phase), scaling_states, "xw")}
+  if not awaited:
+    return scaling_states
+  without(f"await, of {len(awaited)} sites, a batch with finite amaxes above 0")
+  return {n: s for n, s in scaling_states.items() if awaited.isdisjoint(sites[n].layer_names)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,9 +220,15 @@ def sites_with_scales(spec: train_spec.TrainSpec, phase: int, states: Mapping[st
     UserError: there are none.
   """
   sites = spec.sites(phase=phase)
-  missing = sorted(scaling_lib.states(sites).keys() - states.keys())
+  named = site_lib.flatten(sites)
+  states = {name: state for name, state in states.items() if name in named}
+  awaited = {*scaling_lib.unknown(sites, states, "xw")}
+  missing = sorted(
+    name for name in scaling_lib.states(sites)
+    if name not in states or not awaited.isdisjoint(named[name].layer_names)
+  )  # fmt: skip
   if missing:
-    recipe = site_lib.flatten(sites)[missing[0]].recipe
+    recipe = named[missing[0]].recipe
     raise UserError(
       f"site {missing[0]}: {recipe.name!r} takes scales from an amax history or a calibration, and "
       "these weights come without one; name the workdir of a run that trained with it, or "
@@ -283,10 +293,12 @@ def check_same_run(
         f"the data changed since step {step} (fingerprint {meta['data_fingerprint']} -> "
         f"{fingerprint}{bos})"
       )
+  reading = meta["readers"]
+  readers = {k: v for k, v in readers.items() if k in reading or k != ORDER}
   # Only a run on conversations reads it, and its data are others then.
   is_lost = _PLACE in changes and meta["data_fingerprint"] != fingerprint
   is_removed = any(key in REMOVED for key in refused)
-  can_go_on = not (is_lost or is_removed or meta["readers"] != readers)
+  can_go_on = not (is_lost or is_removed or reading != readers)
   if is_lost:
     then, here = changes[_PLACE]
     problems = [p for p in problems if not p.startswith(_PLACE)]
@@ -295,10 +307,10 @@ def check_same_run(
       "number of such steps: samples would be passed over, or come again. Set it back, or begin "
       "with the weights in another --workdir, with init.workdir and init.weights_only"
     )
-  if meta["readers"] != readers:
+  if reading != readers:
     problems.append(
       f"the data were read differently until step {step}, so that the place to go on from is "
-      f"unknown: {meta['readers']}, now {readers}. Go on with as many processes, a mesh that "
+      f"unknown: {reading}, now {readers}. Go on with as many processes, a mesh that "
       "splits the batch over them in the same way, and data.workers 0 or not as before"
     )
   if problems:
@@ -308,6 +320,8 @@ def check_same_run(
     )
 
 
+# Of `readers`, the share of each process; checkpoints from before it are silent.
+ORDER = "share of each process"
 # The key that the saved place in the data counts by.
 _PLACE = "data.samples_per_step"
 

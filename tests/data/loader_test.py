@@ -343,6 +343,18 @@ def test_sources_of_equal_length_have_different_orders():
   assert np.array_equal(a, again) and not np.array_equal(a, b)
 
 
+def test_batches_that_depend_on_how_many_processes_pack_them(tmp_path):
+  """Those of one shuffled prepared source do not, all processes together."""
+  prepared = texts.source("prepared", tmp_path)
+  for values, is_same in (
+    ({"sources": {"a": prepared}, "shuffle_windows": 9}, True),
+    ({"sources": {"a": prepared}, "shuffle_windows": 0}, False),
+    ({"sources": {"a": prepared, "b": prepared}, "shuffle_windows": 9}, False),
+    ({"shuffle_windows": 9}, False),
+  ):
+    assert loader.is_same_in_any_shares(texts.spec(**values)) == is_same
+
+
 def test_held_out_batches_of_all_processes_together_are_those_of_one():
   """Also where documents are fewer than processes; each process counts what all pass over."""
   spec, num = texts.spec(heldout=0.03, seq_len=512), 6

@@ -86,6 +86,20 @@ def test_a_place_that_counts_other_steps_is_refused_whatever_is_accepted():
   restore.check_same_run({key: (0, 8)}, meta, 3, "a", {}, (key,))  # of a run on documents
 
 
+def test_processes_that_would_read_each_others_shares_are_refused_unless_none_is_known():
+  older = {"processes": 4, "shares": 2}
+  then, now = older | {restore.ORDER: [0, 1, 0, 1]}, older | {restore.ORDER: [0, 0, 1, 1]}
+  for before, after, is_same in (
+    (then, then, True), (then, now, False), (older, now, True), (older | {"shares": 1}, now, False),
+  ):  # fmt: skip
+    meta = {"data_fingerprint": "a", "readers": before}
+    if is_same:
+      restore.check_same_run({}, meta, 3, "a", after, ())
+      continue
+    with pytest.raises(ConfigError, match="the data were read differently until step 3"):
+      restore.check_same_run({}, meta, 3, "a", after, ())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("before", ["tensor_current", "tensor_delayed_latest"])
 def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, monkeypatch, capsys):

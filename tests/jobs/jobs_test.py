@@ -118,6 +118,7 @@ def test_train_leaves_tensorboard_events_of_the_same_values(trained):
 
 def test_train_leaves_provenance(trained, repository):
   made = debug_runs.read_json(trained.workdir / "provenance.json")
+  assert made["shares"] == made["processes"] == 1
   if (repository / ".git").exists():
     git = subprocess.run(
       ["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True

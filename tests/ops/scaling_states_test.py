@@ -1,5 +1,8 @@
 """Scaling states of layers' sites: carried to other recipes, replaced one by one."""
 
+import dataclasses
+import types
+
 import harness
 import jax
 import jax.numpy as jnp
@@ -7,9 +10,16 @@ import numpy as np
 import pytest
 
 import fp8jax
+from fp8jax.errors import UserError
+from fp8jax.formats import E4M3
 from fp8jax.jobs import policy_runner
 from fp8jax.ops import scaling, site
+from fp8jax.phases import decide
+from fp8jax.quantization import amax_history
 from fp8jax.quantization.amax_history import ScalingState
+from fp8jax.recipe.gemm import Gemm, Recipe
+from fp8jax.recipe.quant import Quant, Static
+from fp8jax.run import restore
 from fp8jax.step import train_step
 
 
@@ -112,6 +122,15 @@ def test_a_scale_of_gradients_that_began_as_zeros_is_that_of_the_first_others(rn
   assert one.scaling_state.amax_3[2] == np.abs(small).max()
 
 
+def test_what_has_a_scale_of_its_own_waits_for_nothing():
+  own, static = Quant(E4M3), Quant(E4M3, source=Static())
+  recipe = Recipe("mixed", Gemm(static, own), Gemm(static, own), Gemm(static, static))
+  sites = {"a": site.single(recipe, name="a")}
+  for amaxes, wanted in (([3, 0, 5], []), ([3, np.nan, 5], []), ([0, 1, 5], ["a"])):
+    states = {"a": amax_history.calibrated(recipe, np.float32(amaxes))}
+    assert scaling.unknown(sites, states) == wanted
+
+
 @pytest.mark.parametrize("is_stopped", [True, False], ids=["stop_gradient", "branch"])
 def test_a_site_that_a_calibration_does_not_reach_is_named_and_multiplies_nothing(rng, is_stopped):
   x, w = jnp.ones((8, 16)), jnp.float32(rng.standard_normal((16, 8)))
@@ -142,7 +161,7 @@ def test_a_step_waits_for_gradients_that_are_not_all_zero(rng, recipe):
   first = state.scaling_states
   names = scaling.unknown(spec.sites(), first)
   assert len(names) == 7 and not scaling.unknown(spec.sites(), first, "xw")
-  at_work.await_scales(state, 0)
+  at_work.await_scales(state, 0, 0)
   for step, given in enumerate((nothing, nothing, batch, batch)):
     state = at_work.refreshed(state, lambda: given, step, 0)  # noqa: B023
     is_known = step > 1
@@ -154,3 +173,52 @@ def test_a_step_waits_for_gradients_that_are_not_all_zero(rng, recipe):
   wanted = train_step.calibrate(spec, state, batch, 0).scaling_states
   for name, now in state.scaling_states.items():
     np.testing.assert_array_equal(now.amax_3[..., 2], wanted[name].amax_3[..., 2])
+  # A tensor may be zero for ever: the wait ends.
+  begun = dataclasses.replace(state, scaling_states=first)
+  for step, awaited in ((15, 7), (16, 0)):
+    at_work.set(decide.PolicyState())
+    at_work.await_scales(begun, step, 0)
+    assert len(at_work.policy_state.refresh) == awaited
+    at_work.await_scales(begun, 15, 0)
+    at_work.refreshed(begun, lambda: nothing, step, 0)
+    assert len(at_work.policy_state.refresh) == awaited
+
+
+def test_a_refresh_on_a_batch_without_gradients_is_over_with_it(rng):
+  """x and w are of that batch, and gradients keep their range; the next batch changes nothing."""
+  spec = harness.one_layer_spec("e4m3_static", **{"precision.policy": ("refresh(every=2)",)})
+  one, other = (
+    {key: jnp.asarray(x) for key, x in harness.weighted_batch(rng).items()} for _ in range(2)
+  )
+  nothing = other | {"weights_BL": 0 * other["weights_BL"]}
+  at_work = policy_runner.PolicyRunner(spec, lambda *_: None)
+  state = train_step.calibrate(spec, train_step.make_state(spec), one, 0)
+  fresh = train_step.calibrate(spec, state, nothing, 0).scaling_states
+  made = at_work.refreshed(state, lambda: nothing, 2, 0).scaling_states
+  for name, now in made.items():
+    np.testing.assert_array_equal(now.amax_3[..., :2], fresh[name].amax_3[..., :2])
+    np.testing.assert_array_equal(now.amax_3[..., 2], state.scaling_states[name].amax_3[..., 2])
+  assert not at_work.policy_state.refresh
+
+
+def test_a_job_has_the_scales_that_a_checkpoint_knows(monkeypatch, capsys):
+  """None of gradients is read. Of a site without an x those of all other sites stay."""
+  spec = harness.one_layer_spec("e4m3_static")
+  sites = spec.sites()
+  amaxes = {name: [[3.0, 2.0, 0.0]] for name in scaling.states(sites)}
+  saved = types.SimpleNamespace(close=lambda: None)
+  saved.restore_scaling_states = lambda *_: {
+    name: amax_history.calibrated(site.flatten(sites)[name].recipe, np.float32(of))
+    for name, of in amaxes.items()
+  }
+  monkeypatch.setattr(restore.checkpoint, "Checkpoints", lambda *_: saved)
+  read = restore.restore_scaling_states(spec, "", 2, {}, 0)
+  assert read.keys() == amaxes.keys() and not capsys.readouterr().err
+  assert restore.sites_with_scales(spec, 0, read)
+  amaxes["layers/mlp/up"] = [[0.0, 2.0, 5.0]]
+  read = restore.restore_scaling_states(spec, "", 2, {}, 0)
+  assert amaxes.keys() - read.keys() == {"layers/mlp/up"}
+  assert "await, of 1 sites, a batch with finite amaxes above 0; curr" in capsys.readouterr().err
+  for states in (read, saved.restore_scaling_states()):
+    with pytest.raises(UserError, match="site layers/mlp/up: 'e4m3_static' takes scales from"):
+      restore.sites_with_scales(spec, 0, states)

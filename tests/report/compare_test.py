@@ -259,14 +259,18 @@ def test_runs_whose_processes_read_other_shares_read_other_batches(tmp_path):
     ({"processes": 4, "shares": 1}, {"processes": 1}, True),
     ({"processes": 4, "shares": 2}, {"processes": 2, "shares": 2}, True),
     ({"processes": 4, "shares": 2}, {"processes": 1}, False),
-    ({"processes": 2}, {"processes": 2, "shares": 1}, False),
+    ({"processes": 2}, {"processes": 2, "shares": 2}, False),
+    ({"processes": 2}, {"processes": 2}, True),
+    ({}, {"processes": 1, "shares": 1}, True),
   ):
     mine.write_text(json.dumps(of | more))
     theirs.write_text(json.dumps(of | other))
     found = compare.compare(paths)
     assert bool(found.rows) == is_paired, more
-    note = "processes read its data in 2 shares and those of bf16-0 in 1, which gives other batches"
-    assert any(note in text for text in found.notes) != is_paired
+    assert any("which gives other batches" in text for text in found.notes) != is_paired
+  said = "were read in shares that 2 processes did not state and those of bf16-0 in 1 share"
+  mine.write_text(json.dumps(of | {"processes": 2}))
+  assert any(said in text for text in compare.compare(paths).notes)
 
 
 def test_losses_of_a_runs_own_completions_are_not_compared(tmp_path):

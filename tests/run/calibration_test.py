@@ -220,7 +220,7 @@ def test_what_a_table_gave_stays_where_the_first_batch_has_no_gradient():
 
   at_work, of_table = policy_runner.PolicyRunner(spec, lambda *_: None), _Scales(states(7.0, "xw"))
   at_work.calibrated = lambda *_: _Scales(states(2.0, "xwg"))
-  at_work.await_scales(of_table, 0)
+  at_work.await_scales(of_table, 0, 0)
   made = at_work.refreshed(of_table, lambda: None, 0, 0).scaling_states
   assert made.keys() == of_table.scaling_states.keys()
   for state in made.values():
