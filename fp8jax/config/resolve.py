@@ -93,8 +93,7 @@ def resolve(
     **_sections(c, watched), steps=steps, calibration=table, flat=flatten(c),
     sections={one: registry.section(c, one) for one in needs.sections},
   )  # fmt: skip
-  _check_spec(spec, problems)
-  problems.extend(precision_checks.own_teacher_problems(spec) if needs.has_loss else ())
+  _check_spec(spec, problems, needs)
   problems.extend(needs.problems_of_spec(spec))
   problems.refuse()
   return spec
@@ -338,13 +337,14 @@ def _check_sections(c: Config, problems: ConfigErrors, needs: Needs):
     problems.one_of("eval.precisions", name, model_config.EVAL_PRECISIONS)
 
 
-def _check_spec(spec: TrainSpec, problems: ConfigErrors):
+def _check_spec(spec: TrainSpec, problems: ConfigErrors, needs: Needs):
   """The checks that need everything else: sites and parameters."""
   for phase in range(len(spec.precision.phases)):
     problems.attempt(lambda phase=phase: _check_float16(spec, phase))
   problems.extend(policy_checks.site_problems(spec))
   problems.extend(precision_checks.invariant_problems(spec))
   problems.extend(precision_checks.weight_operand_problems(spec))
+  problems.extend(precision_checks.own_teacher_problems(spec) if needs.has_loss else ())
   problems.attempt(lambda: spec.leaves)
 
 

@@ -298,8 +298,7 @@ def calibrate(sites, loss: Callable[[Any], jax.Array]):
     step has seen others.
 
   Raises:
-    ValueError: as `update`; and of a site that the loss does not reach, whose state is NaN where
-      this is compiled.
+    ValueError: as `update`, and so of a site that the loss does not reach.
 
   Source: as `update`; Transformer Engine begins with scales of 1 instead.
 
@@ -317,15 +316,14 @@ def calibrate(sites, loss: Callable[[Any], jax.Array]):
 
 
 def _reached(site: Site) -> Site:
-  """The site, its state NaN where nothing at all was observed."""
+  """The site, its state NaN where nothing was observed."""
   if (state := site.scaling_state) is None:
     return site
   is_missed = (state.amax_3 == 0).all(-1)
   if not isinstance(is_missed, core.Tracer) and np.any(is_missed):
     raise ValueError(
-      f"site {site.name!r}: the loss does not reach it (stop_gradient, a branch that was not "
-      "taken, another head), or its x, w and g are zeros, and its scales stay unknown: calibrate "
-      "by a loss that reaches it, or take a recipe with current scales"
+      f"site {site.name!r}: the loss does not reach it (stop_gradient, an untaken branch, another "
+      "head), or all it has is zeros: calibrate by another loss, or take a recipe of current scales"
     )
   return dataclasses.replace(site, scaling_state=amax_history.unknown(state, is_missed))
 

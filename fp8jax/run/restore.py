@@ -293,8 +293,7 @@ def check_same_run(
         f"the data changed since step {step} (fingerprint {meta['data_fingerprint']} -> "
         f"{fingerprint}{bos})"
       )
-  reading = meta["readers"]
-  readers = {k: v for k, v in readers.items() if k in reading or k != ORDER}
+  reading, readers = meta["readers"], _stated(readers, meta["readers"])
   # Only a run on conversations reads it, and its data are others then.
   is_lost = _PLACE in changes and meta["data_fingerprint"] != fingerprint
   is_removed = any(key in REMOVED for key in refused)
@@ -322,6 +321,12 @@ def check_same_run(
 
 # Of `readers`, the share of each process; checkpoints from before it are silent.
 ORDER = "share of each process"
+
+
+def _stated(readers: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+  return {k: v for k, v in readers.items() if k in before or k != ORDER}
+
+
 # The key that the saved place in the data counts by.
 _PLACE = "data.samples_per_step"
 
