@@ -1,7 +1,9 @@
 """--job=prepare: tokenize once, into ArrayRecord files that training reads back at full speed."""
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ _REMEDY = "name another folder as --out=FOLDER"
 
 def run(
   spec: data_config.DataConfig, target: str, shard_tokens: int, out: rich.console.Console,
-  processes: int = 0,
+  processes: int = 0, lock: Callable[[str], Any] = contextlib.nullcontext,
 ) -> dict[str, Any]:  # fmt: skip
   """Writes TARGET/<source>/{train,heldout}-*.array_record and an index.json beside them.
 
@@ -32,14 +34,16 @@ def run(
     target: folder; a source that is there with the same fingerprint is left alone.
     shard_tokens: tokens per file; an interrupted call goes on after the last whole one.
     processes: see encode.encoded; the files do not depend on it.
+    lock: keeps other calls out of `target` while this one writes.
 
   Returns:
     {source: index}, as written.
   """
-  return {name: _one(spec, name, target, shard_tokens, out, processes) for name in spec.sources}
+  rest = (shard_tokens, out, processes)
+  return {name: _one(spec, name, target, lock, *rest) for name in spec.sources}
 
 
-def _one(spec: data_config.DataConfig, name: str, target: str, shard_tokens, out, processes):
+def _one(spec: data_config.DataConfig, name: str, target: str, lock, shard_tokens, out, processes):
   """The index of one source."""
   folder, source = os.path.join(target, name), sources_lib.open_source(spec.sources[name])
   if isinstance(source, sources_lib.Prepared):
@@ -50,12 +54,27 @@ def _one(spec: data_config.DataConfig, name: str, target: str, shard_tokens, out
     "on_malformed": spec.on_malformed,
     "source": loader.source_fingerprint(spec.sources[name]),
   }
+  if (index := _up_to_date(folder, wanted)) is not None:
+    out.print(f"{folder} is up to date")
+    return index
+  with lock(target):  # another call may have written it meanwhile
+    made = _up_to_date(folder, wanted)
+    return made or _write(spec, name, folder, source, wanted, shard_tokens, out, processes)
+
+
+def _up_to_date(folder: str, wanted: dict[str, Any]) -> dict[str, Any] | None:
+  """The index of a folder that is whole and was made of these."""
+  index = _index_of_whole(folder) if os.path.exists(os.path.join(folder, "index.json")) else None
+  return index if index and all(index.get(k) == v for k, v in wanted.items()) else None
+
+
+def _write(
+  spec: data_config.DataConfig, name: str, folder: str, source, wanted: dict[str, Any],
+  shard_tokens: int, out: rich.console.Console, processes: int,
+) -> dict[str, Any]:  # fmt: skip
+  """Writes one source; its index."""
   index_path = os.path.join(folder, "index.json")
   if os.path.exists(index_path):
-    index = _index_of_whole(folder)
-    if index is not None and all(index.get(k) == v for k, v in wanted.items()):
-      out.print(f"{folder} is up to date")
-      return index
     os.remove(index_path)
   with writing(folder, _REMEDY):
     os.makedirs(folder, exist_ok=True)

@@ -1,5 +1,7 @@
 """Tokenizes every source once, into files that training reads."""
 
+import functools
+
 import jax
 
 from fp8jax import console as console_lib
@@ -21,5 +23,6 @@ def run(data: data_config.DataConfig, config: Prepare, workdir: str, out: str = 
     raise UserError("--job=prepare works in one process; leave the others out")
   target = output_folder(out, workdir, "prepared")
   console = console_lib.console(stderr=True)
-  with writing(target), workdir_lib.locked(target, "--out"):
-    return pretokenize.run(data, target, config.shard_tokens, console, config.processes)
+  lock = functools.partial(workdir_lib.locked, flag="--out")
+  with writing(target):
+    return pretokenize.run(data, target, config.shard_tokens, console, config.processes, lock)
