@@ -344,7 +344,7 @@ def _check_spec(spec: TrainSpec, problems: ConfigErrors, needs: Needs):
   problems.extend(policy_checks.site_problems(spec))
   problems.extend(precision_checks.invariant_problems(spec))
   problems.extend(precision_checks.weight_operand_problems(spec))
-  problems.extend(precision_checks.own_teacher_problems(spec) if needs.has_loss else ())
+  problems.extend(precision_checks.own_teacher_problems(spec) if needs.has_loss else [])
   problems.attempt(lambda: spec.leaves)
 
 
