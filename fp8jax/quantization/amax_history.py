@@ -12,6 +12,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import Delayed, Source, Static
@@ -54,7 +55,8 @@ def init(recipe: Recipe, stacked: tuple[int, ...] = ()) -> ScalingState:
 
 def is_known(amax):
   """bool [...]: whether a scale may be made from an amax; 0 says that nothing was seen so far."""
-  return (amax > 0) & (amax < jnp.inf)
+  isfinite = np.isfinite if isinstance(amax, np.ndarray) else jnp.isfinite
+  return isfinite(amax) & (amax > 0)
 
 
 def calibrated(recipe: Recipe, amax_3) -> ScalingState:
