@@ -89,13 +89,14 @@ def restore_scaling_states(spec: train_spec.TrainSpec, workdir: str, step: int, 
     step, train_step.abstract_state(spec, step).scaling_states
   )
   saved.close()
-  sites = site_lib.flatten(spec.sites(phase=phase))
+  sites = spec.sites(phase=phase)
   # Those of gradients may be awaited: no forward pass reads them, see evaluator.sites_of.
-  awaited = {*scaling_lib.unknown(spec.sites(phase=phase), scaling_states, "xw")}
+  awaited = {*scaling_lib.unknown(sites, scaling_states, "xw")}
   if not awaited:
     return scaling_states
   without(f"await, of {len(awaited)} sites, a batch with finite amaxes above 0")
-  return {n: s for n, s in scaling_states.items() if awaited.isdisjoint(sites[n].layer_names)}
+  named = site_lib.flatten(sites)
+  return {n: s for n, s in scaling_states.items() if awaited.isdisjoint(named[n].layer_names)}
 
 
 @dataclasses.dataclass(frozen=True)

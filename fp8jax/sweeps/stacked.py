@@ -192,8 +192,8 @@ class _Group:
     state = self._calibrate(state, batch)
     if scaling_lib.unknown(member.spec.sites(), state.scaling_states):
       raise UserError(
-        f"{member.trial.workdir}: its first batch is not finite, or has tensors of zeros, and "
-        "scales wait for the next one; leave --vmap out"
+        f"{member.trial.workdir}: its first batch has amaxes that are 0 or not finite, and --vmap "
+        "takes scales from no later batch; leave --vmap out"
       )
     return state
 

@@ -251,7 +251,7 @@ def test_losses_are_paired_by_batch_where_a_roll_back_left_some_out(tmp_path):
 
 
 def test_runs_whose_processes_read_other_shares_read_other_batches(tmp_path):
-  """A run of before `shares` had one at most for each process."""
+  """Those of several processes from before `shares` evaluated other windows, too."""
   paths = folders(tmp_path, (0.1,))
   theirs, mine = (pathlib.Path(path, "provenance.json") for path in paths)
   of = json.loads(mine.read_text())
