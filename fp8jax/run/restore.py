@@ -91,8 +91,7 @@ def restore_scaling_states(spec: train_spec.TrainSpec, workdir: str, step: int, 
   saved.close()
   sites = spec.sites(phase=phase)
   # Those of gradients may be awaited: no forward pass reads them, see evaluator.sites_of.
-  awaited = {*scaling_lib.unknown(sites, scaling_states, "xw")}
-  if not awaited:
+  if not (awaited := {*scaling_lib.unknown(sites, scaling_states, "xw")}):
     return scaling_states
   without(f"await, of {len(awaited)} sites, a batch with finite amaxes above 0")
   named = site_lib.flatten(sites)
