@@ -14,6 +14,8 @@ from fp8jax.config import identity, registry
 from fp8jax.data import loader
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import train
+from fp8jax.ops import scaling as scaling_lib
+from fp8jax.ops import site_tree
 from fp8jax.report import files
 from fp8jax.run import metrics_writer, workdir
 from fp8jax.step import train_step
@@ -295,6 +297,20 @@ def test_two_sweeps_do_not_train_one_trial(tmp_path):
   _, trials = _trials(tmp_path, "bf16")
   (members,) = stacked.groups(trials)
   with workdir.locked(trials[2].workdir), pytest.raises(UserError, match="in use by another run"):
+    stacked.run(members, 1e9, print)
+
+
+def test_first_batches_without_gradients_are_refused(tmp_path, monkeypatch):
+  """A scale of zeros would be 1 for all trials and steps; a run of its own awaits a later batch."""
+
+  _, trials = _trials(tmp_path, "tensor_delayed", fixed={"eval.tokens": 0})
+  (members,) = stacked.groups(trials)
+  sites = members[0].spec.sites()
+  zeros = site_tree.by_name(sites, site_tree.taps(sites))
+  states = scaling_lib.calibrated(sites, zeros)
+  calibrate = lambda state, batch: dataclasses.replace(state, scaling_states=states)  # noqa: E731
+  monkeypatch.setattr(stacked.train_step, "make_calibration", lambda *_: calibrate)
+  with pytest.raises(UserError, match="its first batch has amaxes that are 0.*leave --vmap out"):
     stacked.run(members, 1e9, print)
 
 
