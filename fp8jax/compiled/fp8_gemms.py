@@ -12,7 +12,7 @@ the weights of sites that share an input into one GEMM, and pad to cuBLASLt's mu
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fp8jax import console as console_lib
@@ -237,9 +237,7 @@ def _cell(row: GemmRow) -> str:
   return ", ".join(said) or "-"
 
 
-def strict(
-  spec: TrainSpec, step_fn, state, batch, sites, phase: int = 0, more: Sequence[Any] = ()
-) -> list[GemmRow]:
+def strict(spec: TrainSpec, step_fn, state, batch, sites, phase: int = 0) -> list[GemmRow]:
   """`check` of the very step that will run.
 
   The first call of step_fn with these arguments finds it traced, lowered and compiled: what this
@@ -247,10 +245,10 @@ def strict(
 
   Args:
     step_fn: step.make_step's.
-    state, batch, sites, more: what it will be called with; neither used up nor computed with.
+    state, batch, sites: what it will be called with; neither used up nor computed with.
     phase: of the precision schedule that `sites` are of.
   """
-  return check(spec, text_of(spec, step_fn.lower(state, batch, sites, *more)), phase)
+  return check(spec, text_of(spec, step_fn.lower(state, batch, sites)), phase)
 
 
 def text_of(spec: TrainSpec, lowered, compiled=None) -> str:
@@ -260,15 +258,13 @@ def text_of(spec: TrainSpec, lowered, compiled=None) -> str:
   return (compiled or lowered.compile()).as_text()
 
 
-def every_step(
-  spec: TrainSpec, step_fn, state, batch, now: int, more: Sequence[Any] = ()
-) -> list[tuple[str, list[GemmRow]]]:
+def every_step(spec: TrainSpec, step_fn, state, batch, now: int) -> list[tuple[str, list[GemmRow]]]:
   """`strict` of a phase of the precision schedule and of those to come: (title, rows) of each.
 
   Of the step that watches numerics too, where the configuration asks for it; its rows are the same.
 
   Args:
-    step_fn, state, batch, more: see `strict`; the state of phase `now`.
+    step_fn, state, batch: see `strict`; the state of phase `now`.
   """
   loud = [tensor_stats.LOUD] if spec.log.tensor_stats_every else []
   titled = []
@@ -279,7 +275,7 @@ def every_step(
       state = dataclasses.replace(state, scaling_states=scaling_states)
     for statistics in [*loud, tensor_stats.QUIET]:
       sites = spec.sites(phase=phase, statistics=statistics)
-      rows = strict(spec, step_fn, state, batch, sites, phase, more)
+      rows = strict(spec, step_fn, state, batch, sites, phase)
     title = f"{TITLE} from step {start}" if phase else TITLE
     recipe = spec.run.attention_recipe
     titled.append((title + f"; attention {recipe} is emulated" * bool(recipe), rows))

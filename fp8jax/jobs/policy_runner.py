@@ -63,15 +63,15 @@ class PolicyRunner:
       number += 1
     return next(iterator), number
 
-  def rate_scale(self) -> tuple[jax.Array, ...]:
-    """The factor on the learning rate, everywhere; () where no policy changes it."""
+  def rate_scale(self) -> jax.Array | None:
+    """The factor on the learning rate, everywhere; None where no policy changes it."""
     if not any(isinstance(policy, policy_lib.LowerRate) for policy in self.policies):
-      return ()
+      return None
     if self._rate_scale is None or self._rate_scale[0] != self.policy_state.rate_scale:
       place, scale = self.spec.run.layout.everywhere, self.policy_state.rate_scale
       # Once per change: with several processes, device_put synchronizes them.
       self._rate_scale = (scale, jax.device_put(np.float32(scale), place))
-    return self._rate_scale[1:]
+    return self._rate_scale[1]
 
   # -- scales
 

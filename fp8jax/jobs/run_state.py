@@ -116,8 +116,7 @@ class RunState:
     self.watch = run_alarms.AlarmMonitor(spec.log.alarms, recipes)
     if spec.verify_fp8_gemms and self._proven is not spec:
       # Stops before the first step unless every GEMM has the precision of its recipe.
-      more = self.policies.rate_scale()
-      for title, rows in fp8_gemms.every_step(spec, self._step_fn, state, batch, phase, more):
+      for title, rows in fp8_gemms.every_step(spec, self._step_fn, state, batch, phase):
         self._out.print(fp8_gemms.table(rows, title))
       self._proven = spec
     return state
@@ -175,7 +174,8 @@ class RunState:
 
   def take_step(self, state: State, batch, is_loud: bool):
     """(state, metrics) after a step on a placed batch."""
-    return self._step_fn(state, batch, self.sites[is_loud], *self.policies.rate_scale())
+    scale = self.policies.rate_scale()
+    return self._step_fn(state, batch, self.sites[is_loud], rate_scale=scale)
 
   def evaluator(self) -> Any:
     """Of held-out data, as evaluator.Evaluator."""

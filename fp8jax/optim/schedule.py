@@ -1,7 +1,10 @@
 """The learning rate by the step."""
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 
@@ -22,3 +25,18 @@ def schedule(optim: Any) -> optax.Schedule:
   else:
     pieces, starts = [warmup, hold], [optim.warmup_steps]
   return optax.schedules.join_schedules(pieces, starts)
+
+
+def rate_of(optim: Any) -> Callable[..., jax.Array]:
+  """(step, scale=None) -> float32 learning rate, times a factor if there is one; jitted.
+
+  A step takes the rate as an argument, so that runs that differ in it share a compiled program.
+  """
+  of_step = schedule(optim)
+
+  @jax.jit
+  def rate(step, scale=None):
+    value = jnp.asarray(of_step(step), jnp.float32)
+    return value if scale is None else value * scale
+
+  return rate

@@ -47,15 +47,15 @@ def make_step(spec: train_spec.TrainSpec, space: space_lib.Space, s: Search) -> 
   of the policy's (BOPs over the target), entropy in nats, its weight, and the mean probability of
   the most likely options.
   """
-  schedule, rules = schedule_lib.schedule(spec.optim), rules_of(spec, s)
+  rules = rules_of(spec, s)
   costs = jnp.asarray(space.costs / s.target, jnp.float32)
 
-  def step(state, controller, batch, sites, *, key):
+  def step(state, controller, batch, sites, *, rate, key):
     key, at = jax.random.wrap_key_data(key), state.step
     own = jax.random.fold_in(jax.random.fold_in(key, at), _SAMPLING)
     choice = controller_lib.sample(rules, controller, at, own)
     sites = space.with_choice(sites, choice)
-    state, values = train_step.take_step(spec, state, batch, sites, schedule(at), key)
+    state, values = train_step.take_step(spec, state, batch, sites, rate, key)
     spent = jnp.take_along_axis(costs, choice[:, None], axis=1).sum()
     controller, more = controller_lib.update(rules, controller, at, choice, -values["loss"], spent)
     probs = jax.nn.softmax(controller.logits)
@@ -66,4 +66,5 @@ def make_step(spec: train_spec.TrainSpec, space: space_lib.Space, s: Search) -> 
 
   options = choose.compiler_options(spec.device)
   key = jax.random.key_data(jax.random.key(spec.seed))  # on the one device
-  return StepFn(jax.jit(step, donate_argnums=(0, 1), compiler_options=options), key)  # pyright: ignore
+  jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
+  return StepFn(jitted, schedule_lib.rate_of(spec.optim), key)  # pyright: ignore

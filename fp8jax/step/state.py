@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,31 +40,35 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class StepFn:
-  """A jitted step, called and lowered with its run's random key.
+  """A jitted step, called and lowered with its run's random key and learning rate.
 
-  As an argument, not a constant, the key leaves seeds one program, which is compiled once.
+  As arguments, not constants, they leave seeds and schedules one program, which is compiled once.
 
   Attributes:
-    jitted: of (state, batch, sites, rate_scale=None, *, key).
+    jitted: of (state, batch, sites, *, rate, key).
+    rate_of: of schedule.py.
     key: uint32 [2], a NumPy array: every process has the same.
     teacher: of distillation.py, or its shapes for `lower`; None is no argument.
   """
 
   jitted: Any
+  rate_of: Callable[..., jax.Array]
   key: np.ndarray
   teacher: Any = None
 
-  @property
-  def _own(self) -> dict[str, Any]:
-    return {"key": self.key} | ({} if self.teacher is None else {"teacher": self.teacher})
+  def _own(self, state, rate) -> dict[str, Any]:
+    more = {} if self.teacher is None else {"teacher": self.teacher}
+    return {"rate": rate, "key": self._beside(state)} | more
 
   @functools.cached_property
   def _placed(self) -> dict[Any, jax.Array]:
     """The key by the sharding that it was placed in."""
     return {}
 
-  def __call__(self, state, *args):
-    return self.jitted(state, *args, **self._own | {"key": self._beside(state)})
+  def __call__(self, state, *args, rate_scale=None):
+    """What `jitted` returns; rate_scale is a factor on the learning rate."""
+    rate = self.rate_of(state.step, rate_scale)
+    return self.jitted(state, *args, **self._own(state, rate))
 
   def _beside(self, state):
     """The key on the state's devices: from the host it would be a transfer that nobody asked for,
@@ -80,8 +85,14 @@ class StepFn:
       self._placed[where] = jax.device_put(self.key, there)
     return self._placed[where]
 
-  def lower(self, state, *args):
-    return self.jitted.lower(state, *args, **self._own | {"key": self._beside(state)})
+  def _rate(self, step):
+    """The rate that a call takes, of a state or of its shapes."""
+    if isinstance(step, jax.Array):
+      return self.rate_of(step)
+    return jax.ShapeDtypeStruct((), np.float32, sharding=step.sharding)
 
-  def trace(self, *args):
-    return self.jitted.trace(*args, **self._own)
+  def lower(self, state, *args):
+    return self.jitted.lower(state, *args, **self._own(state, self._rate(state.step)))
+
+  def trace(self, state, *args):
+    return self.jitted.trace(state, *args, **self._own(state, self._rate(state.step)))

@@ -170,25 +170,22 @@ def stops_on_nonfinite(spec: train_spec.TrainSpec, scale=None):
 
 
 def make_step(spec: train_spec.TrainSpec, teacher=None):
-  """(state, batch, sites, rate_scale=None) -> (state, metrics), jitted, state donated.
+  """(state, batch, sites, *, rate_scale=None) -> (state, metrics), jitted, state donated.
 
   batch is [B, L], or [A, B, L] for A microbatches whose gradients are added up. With loud sites
   (TrainSpec.sites) the same function, traced a second time, also returns what every site saw in
-  metrics["tensor_stats"], and transformer.alignment. rate_scale, a factor on the learning rate, is
-  an argument so that its changes compile nothing; None leaves it out of the program.
+  metrics["tensor_stats"], and transformer.alignment. rate_scale is a factor on the learning rate.
   `teacher` is distillation.py's; without one the step can be lowered.
   """
-  schedule = schedule_lib.schedule(spec.optim)
 
-  def step(state: State, batch, sites, rate_scale=None, *, key, teacher=None):
-    rate = schedule(state.step)
-    rate = rate if rate_scale is None else rate * rate_scale
+  def step(state: State, batch, sites, *, rate, key, teacher=None):
     return take_step(spec, state, batch, sites, rate, jax.random.wrap_key_data(key), teacher)
 
   options = choose.compiler_options(spec.device, spec.run.layout.in_flight)
   key = np.asarray(jax.random.key_data(jax.random.key(spec.seed)))
   teacher = distillation.abstract(spec) if teacher is None else teacher
-  return StepFn(jax.jit(step, donate_argnums=0, compiler_options=options), key, teacher)
+  jitted = jax.jit(step, donate_argnums=0, compiler_options=options)
+  return StepFn(jitted, schedule_lib.rate_of(spec.optim), key, teacher)
 
 
 def take_step(spec: train_spec.TrainSpec, state: State, batch, sites, rate, key, teacher=None):

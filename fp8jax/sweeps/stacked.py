@@ -235,8 +235,8 @@ class _Group:
 
 def mapped_step(members: list[Member]):
   """(stacked state, stacked batch) -> (stacked state, {metric: [trials]}), jitted."""
-  spec = members[0].spec
-  sites, schedules = spec.sites(), [schedule_lib.schedule(m.spec.optim) for m in members]
+  spec, schedules = members[0].spec, [schedule_lib.schedule(m.spec.optim) for m in members]
+  sites = spec.sites()
   keys = jnp.stack([jax.random.key(m.spec.seed) for m in members])
 
   # A tap of its own for every trial: a site refuses to add up the observations of several.
@@ -246,9 +246,12 @@ def mapped_step(members: list[Member]):
     own = site_tree.with_taps(sites, taps)
     return train_step.take_step(spec, state, batch, own, rate, key)
 
-  def step(state, batch):
+  @jax.jit
+  def rates(steps):
     # One step number per trial, and one learning rate: schedules are functions of numbers.
-    rates = jnp.stack([schedule(state.step[i]) for i, schedule in enumerate(schedules)])
-    return jax.vmap(one)(state, batch, rates, keys, taps)
+    return jnp.stack([schedule(steps[i]) for i, schedule in enumerate(schedules)])
 
-  return jax.jit(step, donate_argnums=0, compiler_options=choose.compiler_options(spec.device))
+  options = choose.compiler_options(spec.device)
+  step = jax.jit(jax.vmap(one), donate_argnums=0, compiler_options=options)
+  # Rates and keys are arguments, so that groups that differ in them share a program.
+  return lambda state, batch: step(state, batch, rates(state.step), keys, taps)

@@ -20,11 +20,11 @@ STATIC_LATE = {"precision.schedule": ((3, ((".*", "e4m3_static"),)),)}
 def test_phases_to_come_are_shown_and_proven_before_the_first_step(tmp_path, monkeypatch, capsys):
   real, proven = fp8_gemms.strict, []
 
-  def strict(spec, step_fn, state, batch, sites, phase, more):
+  def strict(spec, step_fn, state, batch, sites, phase):
     assert "learning_rate" not in (tmp_path / "metrics.jsonl").read_text()  # no step yet
     proven.append((phase, site_lib.flatten(sites)["head"].tap.shape[-1]))
     is_lowered = proven[-1] == (1, tensor_stats.QUIET)  # one of the four programs is enough
-    return real(spec, step_fn, state, batch, sites, phase, more) if is_lowered else []
+    return real(spec, step_fn, state, batch, sites, phase) if is_lowered else []
 
   monkeypatch.setattr(fp8_gemms, "strict", strict)
   harness.train_on_text(

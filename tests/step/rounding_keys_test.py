@@ -137,7 +137,8 @@ def test_the_key_is_no_transfer_that_nobody_asked_for(devices):
   draw = jax.jit(lambda state, x, *, key: x + jax.random.bits(key, x.shape))
   x = jax.device_put(jnp.zeros(4, jnp.uint32), where if is_committed else None)
   key = np.asarray([0, 7], np.uint32)
-  take = StepFn(lambda state, x, *, key: draw(None, x, key=key), key)
+  rate_of = jax.jit(lambda step, scale: step * 0.5)
+  take = StepFn(lambda state, x, *, key, rate: draw(None, x, key=key), rate_of, key)
   with jax.transfer_guard("disallow"):
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
       draw(None, x, key=key)

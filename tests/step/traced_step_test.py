@@ -37,6 +37,25 @@ def test_quiet_and_loud_are_exactly_two_traces(monkeypatch):
   assert count == 2
 
 
+def test_seeds_and_schedules_share_one_program(rng):
+  """The cache of compiled programs then serves another seed, rate and number of steps. A decay by
+  the schedule alone is part of a program."""
+  batch = harness.weighted_batch(rng)
+  plain, other = {}, {
+    "seed": 3, "steps": 50, "optim.peak_lr": 3e-3, "optim.min_lr": 0.0, "optim.warmup_steps": 7,
+    "optim.decay_steps": 9, "optim.schedule": "cosine",
+  }  # fmt: skip
+  by_schedule = {"optim.decay_by": "schedule", "optim.weight_decay": 1e-3}
+  for more, is_shared in (({}, True), (by_schedule, False)):
+    texts, rates = [], []
+    for changes in (plain, other):
+      spec = harness.one_layer_spec(**{"precision.rules": ((".*", "bf16"),)}, **changes, **more)
+      step = train_step.make_step(spec)
+      texts.append(step.lower(train_step.abstract_state(spec, 1), batch, spec.sites()).as_text())
+      rates.append(float(step.rate_of(np.int32(6))))
+    assert (texts[0] == texts[1]) == is_shared and rates[0] != rates[1]
+
+
 def _calls_of_the_host(traced) -> set[str]:
   """Primitives of a traced program that ask the host for something."""
   return set(re.findall(r"\w*(?:callback|infeed|outfeed|debug_print)\w*", str(traced.jaxpr)))
