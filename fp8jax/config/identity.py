@@ -97,10 +97,10 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 
 
 def acceptable_changes(c: Config) -> set[str]:
-  """Names for accept_changes: keys, also of sources that are gone, and the data's content."""
+  """Names for accept_changes: keys, also of sources that are gone, the data's content, the job."""
   gone = {k for k in c.checkpoint.accept_changes if str(k).startswith("data.sources.")}
   model = {f"model.{f.name}" for f in dataclasses.fields(model_config.ModelConfig)}
-  return {"data"} | gone | model | flatten(c).keys()
+  return {"data", "job"} | gone | model | flatten(c).keys()
 
 
 def refused_changes(changes: dict[str, Any], accepted, read: Collection[str] = ()) -> list[str]:

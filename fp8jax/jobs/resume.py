@@ -30,10 +30,10 @@ class Saver:
 
   def __init__(
     self, spec: train_spec.TrainSpec, workdir: str, fingerprint: str, now: run_state.RunState,
-    clock: goodput.Clock, contents: dict[str, str],
+    clock: goodput.Clock, contents: dict[str, str], job: str = "train",
   ):  # fmt: skip
-    """Args: the configuration's spec, what a checkpoint remembers of the run, and sets, and keys
-    that are remembered by what their files hold.
+    """Args: the configuration's spec, what a checkpoint remembers of the run, and sets, keys that
+    are remembered by what their files hold, and the job that trains.
     """
     self._workdir, self._now, self._batches, self._clock = workdir, now, now.batches, clock
     self._spec, self._weights_dtype = spec, "bfloat16"
@@ -44,6 +44,7 @@ class Saver:
     # Of the run: it may go on where these are the same. Now: a table may be edited during the run.
     self._origin = {
       "config": {**identity.identity(spec), **contents},
+      "job": job,
       "data_fingerprint": fingerprint,
       # The settings that the saved positions in the data depend on.
       "readers": {
@@ -79,7 +80,7 @@ class Saver:
   def _restored(self, saved: checkpoint.Checkpoints, step: int, out) -> tuple[State, int]:
     """The state after `step` steps, and the data's position; raises where the run is another."""
     now, meta = self._now, saved.meta(step)
-    changes = identity.diff(self._origin["config"], meta["config"])
+    changes = self._changes(meta)
     for key, (old, new) in changes.items():
       out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
     accepted = self._spec.checkpoint.accept_changes
@@ -108,7 +109,7 @@ class Saver:
     Scales of other recipes, or of another table than precision.calibration, are left out.
     """
     now, out = self._now, self._out
-    changes = identity.diff(self._origin["config"], meta["config"])
+    changes = self._changes(meta)
     self._take(meta)
     abstract = train_step.abstract_state(now.spec, step)
     remembered = self._remembered(step)
@@ -132,6 +133,12 @@ class Saver:
       # False, on the devices where it was.
       state = dataclasses.replace(state, halted=state.halted ^ state.halted)
     return state
+
+  def _changes(self, meta: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{what differs from the run of a checkpoint: (then, now)}; earlier ones do not say the job."""
+    own, then = self._origin["job"], meta.get("job", self._origin["job"])
+    changed = {"job": (then, own)} if then != own else {}
+    return identity.diff(self._origin["config"], meta["config"]) | changed
 
   def roll_back(self, undo: decide.Undo) -> State:
     """The state of an older checkpoint; what is remembered becomes as it was then."""

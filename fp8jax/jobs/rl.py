@@ -315,7 +315,7 @@ def _of_questions(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
     contents["rl.tasks"] = f"{own.tasks}, completions end at {stops}"
   fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
   open_ = lambda spec: Questions(spec, prompts)  # noqa: E731
-  return train.Feed(fingerprint, open_, contents, asks=True, loss=_loss(own)), judge
+  return train.Feed(fingerprint, open_, contents, asks=True, loss=_loss(own), job="rl"), judge
 
 
 def _of_pairs(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
@@ -326,7 +326,7 @@ def _of_pairs(spec: TrainSpec) -> tuple[train.Feed, rollout.Judge]:
   fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
   open_ = lambda spec: pairs.Batches(spec, stored)  # noqa: E731
   loss = _loss(spec.of(RL))
-  return train.Feed(fingerprint, open_, asks=True, loss=loss), reward.of_verifiers
+  return train.Feed(fingerprint, open_, asks=True, loss=loss, job="rl"), reward.of_verifiers
 
 
 def _loss(own: RL) -> str:

@@ -86,6 +86,6 @@ def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
   ]
   fingerprint = f"{learned.fingerprint()} {data.tokenizer.fingerprint}"
   open_ = lambda spec: pairs_lib.Batches(spec, learned, ranking.laid_out)  # noqa: E731
-  feed = train.Feed(fingerprint, open_, loss=f"rl.loss={own.loss}")
+  feed = train.Feed(fingerprint, open_, loss=f"rl.loss={own.loss}", job="rl")
   make = functools.partial(RewardState, batches)
   return train.run(spec, workdir, make_state=make, feed=feed)

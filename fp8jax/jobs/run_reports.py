@@ -85,7 +85,11 @@ class RunReports:
   def _statistics(self, now: run_state.RunState, step: int, nested: dict[str, Any]):
     """Writes what every site saw in a loud step, and says what is alarming."""
     sites, stats, spec = now.sites[True], nested["tensor_stats"], now.spec
-    before = alarms.last_snapshot(self.workdir) if self._before is None else self._before
+    before = self._before
+    if before is None:  # the run goes on: what rang then, in this phase, is not new now
+      at, before = alarms.last_snapshot(self.workdir)
+      if at > now.spec.precision.phases[now.phase].start:
+        now.watch.new(before)
     numerics = alarms.with_drift(alarms.summarise(sites, stats, nested["alignment"]), before)
     self._before = numerics
     self.log.write_nested(step, "numerics", numerics, lambda: numerics_image.draw(numerics))

@@ -117,7 +117,8 @@ def run(spec: TrainSpec, workdir: str) -> dict[str, Any]:
       "--job=search: no strict check of FP8 products, of which a step holds one per option"
     )
   spec = dataclasses.replace(spec, verify_fp8_gemms=False)
-  summary = train.run(spec, workdir, make_state=functools.partial(SearchState, s))
+  feed = dataclasses.replace(train.texts(spec), job="search")
+  summary = train.run(spec, workdir, make_state=functools.partial(SearchState, s), feed=feed)
   if "exit_code" in summary:
     return summary
   space = step_lib.space_of(spec, s)

@@ -33,6 +33,7 @@ class Feed:
     asks: whether eval.tasks are asked at every evaluation, also without a policy that reads them.
     is_of_sources: whether it is what data.sources names.
     loss: that gradients are of, in words; "" is that of texts.
+    job: whose run it is; no other job's run goes on with it.
   """
 
   fingerprint: str
@@ -41,6 +42,7 @@ class Feed:
   asks: bool = False
   is_of_sources: bool = False
   loss: str = ""
+  job: str = "train"
 
 
 def texts(spec: train_spec.TrainSpec) -> Feed:
@@ -83,7 +85,7 @@ def run(
   """
   with workdir_lib.locked(workdir):
     flat, feed = dict(spec.flat), feed or texts(spec)
-    summary = workdir_lib.finished(workdir, flat, feed.fingerprint)
+    summary = workdir_lib.finished(workdir, flat, feed.fingerprint, feed.job)
     if summary is not None:
       console_lib.console().print(f"{workdir} is finished: step {summary['step']}")
       return summary
@@ -112,7 +114,7 @@ def _train(
   batches = feed.open(spec)
   now = make_state(policies, table, batches, out)
   contents = tasks.identity | of_teacher | feed.contents
-  saver = resume.Saver(spec, workdir, fingerprint, now, reports.clock, contents)
+  saver = resume.Saver(spec, workdir, fingerprint, now, reports.clock, contents, feed.job)
   state, first = saver.begin(out)
   if first < spec.steps:
     saver.checkpoints.check_room(state)  # now, not after hours
@@ -120,7 +122,8 @@ def _train(
   reports.open(first, saver.evaluations)
   if now.spec is not spec:
     rows = start.all_site_rows(now.spec)
-  start.describe(spec, workdir, first, changes, fingerprint, rows, shares=batches.shares)
+  of_run = {"shares": batches.shares, "job": feed.job}
+  start.describe(spec, workdir, first, changes, fingerprint, rows, **of_run)
   try:
     with preemption.Interrupts() as asked:
       now.requested = asked.requested

@@ -86,11 +86,13 @@ def _drift(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, float]:
   return drift
 
 
-def last_snapshot(workdir: str) -> Numerics:
-  """The newest snapshot in WORKDIR/metrics.jsonl; empty without one."""
-  path = os.path.join(workdir, "metrics.jsonl")
-  snapshots = [row["numerics"] for _, row in metrics_writer.rows(path) if "numerics" in row]
-  return snapshots[-1] if snapshots else {}
+def last_snapshot(workdir: str) -> tuple[int, Numerics]:
+  """(its step, the newest snapshot) in WORKDIR/metrics.jsonl; (0, {}) without one."""
+  path, last = os.path.join(workdir, "metrics.jsonl"), (0, {})
+  for _, row in metrics_writer.rows(path):
+    if "numerics" in row:
+      last = row["step"], row["numerics"]
+  return last
 
 
 class AlarmMonitor:
@@ -114,7 +116,11 @@ class AlarmMonitor:
     return {(name.rpartition("/")[0], alarm.statistic) for name, alarm in self._ringing}
 
   def new(self, numerics: Mapping[str, Any]) -> list[dict[str, str]]:
-    """{"place", "text"} of every alarm that was silent at the last snapshot."""
+    """{"place", "text"} of every alarm that was silent at the last snapshot.
+
+    Args:
+      numerics: as `with_drift`'s; the numbers may be of a file.
+    """
     ringing, new = set(), []
     for site, tensors in numerics.items():
       for tensor, summary in tensors.items():
@@ -122,7 +128,7 @@ class AlarmMonitor:
         for alarm in self._alarms if name in self._narrow else ():
           if alarm.statistic in _OF_OUTLIERS and not self._narrow[name]:
             continue
-          value = summary.get(alarm.statistic, math.nan)
+          value = float(summary.get(alarm.statistic, math.nan))
           if alarm.is_met_by(value) and patterns.matches(alarm.sites, [name]):
             ringing.add((name, alarm))
             if (name, alarm) not in self._ringing:

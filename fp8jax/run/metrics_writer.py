@@ -40,7 +40,7 @@ class Metrics:
         open_one.close()
     lines, gone = [], -1
     for line, row in rows(path):
-      if any(k.startswith("heldout/") for k in row) and str(row["step"]) not in evaluated:
+      if any(map(_is_evaluation, row)) and str(row["step"]) not in evaluated:
         gone = row["step"]  # with what policies did after it
       elif row["step"] <= step and row["step"] != gone:
         lines.append(line)
@@ -91,6 +91,11 @@ class Metrics:
       self._events.close()
     if self._tracker is not None:
       self._tracker.close()
+
+
+def _is_evaluation(key: str) -> bool:
+  """Whether a key is of the row of an evaluation: of held-out text, or of tasks alone."""
+  return key.startswith("heldout/") or key.partition("/")[0] == policy.ACCURACY
 
 
 def times(

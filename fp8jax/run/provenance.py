@@ -21,9 +21,7 @@ from fp8jax.run import schemas
 def write_json(workdir: str, name: str, value):
   """Writes WORKDIR/name atomically, from process 0."""
   if jax.process_index() == 0:
-    path = os.path.join(workdir, name)
-    # Two sweeps may end in one folder: each writes a part of its own.
-    records.write_atomic(path, to_json(value) + "\n", part=f"{path}.{os.getpid()}.part")
+    records.write_atomic(os.path.join(workdir, name), to_json(value) + "\n")
 
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml-dtypes",

@@ -20,6 +20,7 @@ from fp8jax.optim import storage
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES
 from fp8jax.run import provenance as provenance_lib
+from fp8jax.run import workdir as workdir_lib
 from fp8jax.step import quantized_once
 from fp8jax.step.train_spec import TrainSpec
 
@@ -283,11 +284,14 @@ def describe(
 ):  # fmt: skip
   """Writes config.json, sites.json and provenance.json, once nothing can refuse the run any more.
 
+  An earlier end of the run is removed before.
+
   Args:
     start: the step that it goes on from.
     changes: identity.diff of its configuration and configs/base.py's.
     more: for provenance.json.
   """
+  workdir_lib.reopen(workdir)
   flat, changed = dict(spec.flat), {k: new for k, (_, new) in changes.items()}
   provenance = provenance_lib.provenance(flat, fingerprint, spec.seed, spec.num_devices)
   provenance |= provenance_lib.history(workdir, start, flat) | more

@@ -14,9 +14,23 @@ from fp8jax.config import identity
 from fp8jax.errors import UserError
 from fp8jax.run import schemas
 
+# The files that say that a run is over.
+_ENDS = ("summary.json", "trial.json")
 
-def finished(workdir: str, flat: dict[str, Any], fingerprint: str) -> dict[str, Any] | None:
-  """The summary of a run that is finished under this very configuration and data, else None."""
+
+def reopen(workdir: str):
+  """Removes them, from process 0: a leg begins, of another configuration or length, and may be
+  interrupted at any time."""
+  for name in _ENDS if jax.process_index() == 0 else ():
+    with contextlib.suppress(FileNotFoundError):
+      os.remove(os.path.join(workdir, name))
+
+
+def finished(
+  workdir: str, flat: dict[str, Any], fingerprint: str, job: str = "train"
+) -> dict[str, Any] | None:
+  """The summary of a run of the job that is finished under this very configuration and data, else
+  None."""
   kinds = dict(summary=schemas.Summary, config=schemas.Config, provenance=schemas.Provenance)
   paths = {os.path.join(workdir, f"{name}.json"): kind for name, kind in kinds.items()}
   if jax.process_count() > 1 or not all(map(os.path.exists, paths)):
@@ -27,6 +41,7 @@ def finished(workdir: str, flat: dict[str, Any], fingerprint: str) -> dict[str, 
   is_same = (
     not identity.diff(flat, config.get("resolved") or {})
     and provenance.get("data_fingerprint") == fingerprint
+    and provenance.get("job", job) == job  # earlier versions do not state it
   )
   return summary if is_same and is_over(summary, flat) else None
 
@@ -34,7 +49,8 @@ def finished(workdir: str, flat: dict[str, Any], fingerprint: str) -> dict[str, 
 def is_over(summary: Mapping[str, Any], flat: Mapping[str, Any]) -> bool:
   """Whether a run of this configuration that left this summary has taken all steps; those of
   data.epochs, which is counted in the data, stand in the summary."""
-  return summary["step"] >= summary.get("steps", flat["steps"])
+  steps = summary.get("steps", flat["steps"]) if flat.get("data.epochs") else flat["steps"]
+  return summary["step"] >= steps
 
 
 def is_locked(workdir: str) -> bool:

@@ -124,6 +124,7 @@ def run(
   with contextlib.ExitStack() as held:
     for member in members:
       held.enter_context(workdir_lib.locked(member.trial.workdir))
+      workdir_lib.reopen(member.trial.workdir)
     group = _Group(members)
     try:
       group.train()

@@ -10,7 +10,6 @@ import rich.console
 from fp8jax import console as console_lib
 from fp8jax import records
 from fp8jax.errors import UserError, missing_package, one_line
-from fp8jax.run.provenance import write_json
 from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Sweep, Trial
 
@@ -43,7 +42,9 @@ def write(folder: str, path: str, sweep: Sweep, results: Results):
     for t, o in results
   ]  # fmt: skip
   content = {"sweep": _from(folder, path), "keys": sweep.keys, "trials": trials}
-  write_json(folder, "sweep.json", content)
+  # Two sweeps may end in one folder: each writes a part of its own.
+  path = os.path.join(folder, "sweep.json")
+  records.write_atomic(path, records.to_json(content) + "\n", part=f"{path}.{os.getpid()}.part")
 
 
 def _from(folder: str, path: str) -> str:

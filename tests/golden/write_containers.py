@@ -6,8 +6,9 @@ Not a test: it needs torch and compressed-tensors, which fp8jax never imports.
       (pip install torch==2.13.0 compressed-tensors==0.20.0)
 
 Of each preset scheme: the weight, its scales by the package's own rule, the tensors of the
-compressed state, the dequantized weight, activations that it rounds ("x" -> "inputs NAME"), and
-what the package writes into config.json. FP8 tensors are bytes.
+compressed state, the dequantized weight, activations that it rounds ("x" -> "inputs NAME"; "normed"
+-> "normed NAME" of E4M3 with scales that are no powers of two), and what the package writes into
+config.json. FP8 tensors are bytes.
 """
 
 import json
@@ -62,9 +63,16 @@ def activations() -> torch.Tensor:
   return torch.from_numpy(x.astype(np.float32))
 
 
-def rounded(args) -> torch.Tensor:
+def normed() -> torch.Tensor:
+  """[1, tokens, in] of bfloat16 times a factor per token, as of a norm with gain 1: after division
+  by the largest magnitude some lie between two codes."""
+  x = np.random.default_rng(2).standard_normal((12, SHAPE[1])).astype(np.float32)
+  x = torch.from_numpy(x).to(torch.bfloat16).float()
+  return (x * torch.rsqrt((x * x).mean(-1, keepdim=True)))[None]
+
+
+def rounded(args, x: torch.Tensor) -> torch.Tensor:
   """The activations as a quantized module of the package rounds them."""
-  x = activations()
   whole = generate_gparam(x.min(), x.max()) if args.strategy == "tensor_group" else None
   if args.dynamic:
     scale, zero = compute_dynamic_scales_and_zp(x, args, None, global_scale=whole)
@@ -81,15 +89,18 @@ def as_numpy(x: torch.Tensor) -> np.ndarray:
 def main():
   path, arrays, configs = pathlib.Path(__file__).parent / "containers.npz", {}, {}
   arrays["weight"], arrays["x"] = weight()[:ROWS].numpy(), activations()[0].numpy()
+  arrays["normed"] = normed()[0].numpy()
   arrays["input_scale"] = np.float32(INPUT_SCALE)
   for name in PRESETS:
     scheme = preset_name_to_scheme(name, ["Linear"])
     is_block = scheme.weights.strategy == "block"
     if args := scheme.input_activations:
-      arrays[f"inputs {name}"] = rounded(args).numpy()
+      arrays[f"inputs {name}"] = rounded(args, activations()).numpy()
+      if name in ("FP8_DYNAMIC", "FP8_BLOCK", "W4AFP8"):
+        arrays[f"normed {name}"] = rounded(args, normed()).numpy()
       if name == "INT8":
         args = args.model_copy(update={"strategy": "tensor", "dynamic": False})
-        arrays["inputs INT8_STATIC"] = rounded(args).numpy()
+        arrays["inputs INT8_STATIC"] = rounded(args, activations()).numpy()
     whole = weight() if is_block else weight()[:ROWS]
     state = {"weight": whole}
     if scheme.weights.strategy == "tensor_group":

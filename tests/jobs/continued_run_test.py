@@ -1,5 +1,6 @@
 """Runs that are interrupted, resumed, evaluated between steps or continued from another run."""
 
+import dataclasses
 import functools
 import json
 
@@ -11,6 +12,7 @@ import pytest
 
 from fp8jax.config import identity
 from fp8jax.errors import ConfigError, UserError
+from fp8jax.jobs import train as train_job
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe.library import RECIPES
 from fp8jax.run import calibration, preemption, restore
@@ -41,7 +43,7 @@ def test_run_is_the_same_interrupted_and_evaluated(tmp_path, recipe, changes, mo
   harness.assert_trees_equal(whole, parts)
 
 
-def test_changes_that_start_another_state_are_refused_by_name(tmp_path, capsys):
+def test_changes_that_start_another_state_are_refused_by_name(tmp_path, capsys, monkeypatch):
   """The checkpoint is as good as before: the run goes on from it without them."""
   train = functools.partial(harness.train_on_text, tmp_path, "bf16", **{"eval.tokens": 0})
   train()
@@ -75,6 +77,22 @@ def test_changes_that_start_another_state_are_refused_by_name(tmp_path, capsys):
   train(**changes)
   said = "".join(capsys.readouterr().out.split())
   assert "hasnorowofsteps2to3:thecurveshaveaholethere" in said and "resumingfromstep6" in said
+  # Prolonged and interrupted, it is over no more: the same command goes on.
+  spec = harness.text_spec("bf16", **{"eval.tokens": 0}, **changes)
+  (tmp_path / "trial.json").write_text('{"status": "diverged", "why": ""}')
+  assert train_job.run(spec, str(tmp_path))["step"] == 6  # finished: nothing was removed
+  assert (tmp_path / "trial.json").exists()
+  longer = {"steps": 9, "optim.peak_lr": 5e-4, "eval.tokens": 0}
+  longer["checkpoint.accept_changes"] = ("steps", "optim.peak_lr")
+  monkeypatch.setattr(preemption.Interrupts, "requested", lambda *_: True)
+  for _ in range(2):
+    ended = train_job.run(harness.text_spec("bf16", **longer), str(tmp_path))
+    assert ended["step"] == 6 and "exit_code" in ended
+    assert not {"summary.json", "trial.json"} & {path.name for path in tmp_path.iterdir()}
+  # Nor does a run of another job go on with it.
+  feed = dataclasses.replace(train_job.texts(spec), job="search")
+  with pytest.raises(ConfigError, match="job was train at step 6 and is search now"):
+    train_job.run(spec, str(tmp_path), feed=feed)
 
 
 def test_a_place_that_counts_other_steps_is_refused_whatever_is_accepted():

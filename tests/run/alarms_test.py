@@ -1,10 +1,15 @@
 """Alarms of tensor statistics: printed once, and again after the statistic was in range."""
 
+import json
+import types
+
 import debug_runs
 import harness
 import pytest
 
+from fp8jax import console
 from fp8jax.config import alarms as config_alarms
+from fp8jax.jobs import run_reports
 from fp8jax.ops import site_tree
 from fp8jax.recipe.library import RECIPES
 from fp8jax.run import alarms as run_alarms
@@ -42,6 +47,36 @@ def test_alarm_rings_again_after_silence():
   assert len(first) == 3 and "a/x: underflow 50.00%, above 30.00%. Try: " in first[0]
   assert not monitor.new(numerics) and not monitor.new(quiet)
   assert len(run_alarms.as_lines(4, monitor.new(numerics))) == 3
+
+
+@pytest.mark.parametrize("start, is_new", [(0, False), (3, True)])
+def test_what_rang_before_a_run_was_interrupted_is_new_in_another_phase_alone(
+  tmp_path, monkeypatch, start, is_new
+):
+  """The last snapshot is of step 3, and of a phase that begins after `start` steps."""
+  rows = [{"step": s, "numerics": {"a": {"x": {"snr_db": v}}}} for s, v in ((1, 3.0), (3, "-inf"))]
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  numerics = {"a": {"x": {"snr_db": 4.0}, "w": {"snr_db": 5.0}}}
+  monkeypatch.setattr(run_reports.alarms, "summarise", lambda *_: numerics)
+  monkeypatch.setattr(run_reports.alarms, "exponents", lambda *_: {})
+  spec = harness.text_spec("block_128", **{"log.tensorboard": False})
+  reports = run_reports.RunReports(spec, str(tmp_path), "", console.console())
+  reports.open(3, ())
+  monitor = run_alarms.AlarmMonitor(
+    config_alarms.read_alarms((("snr_db", "<", 15.0),)), {"a": RECIPES["block_128"]}
+  )
+  phases = types.SimpleNamespace(phases=[types.SimpleNamespace(start=start)])
+  now = types.SimpleNamespace(
+    sites={True: None}, watch=monitor, phase=0, spec=types.SimpleNamespace(precision=phases)
+  )
+  nested = {"tensor_stats": {}, "alignment": None, "param_stats": None}
+  for step in (5, 7):
+    reports._statistics(now, step, nested)
+  reports.log.close()
+  rang = {
+    r["step"]: [a["place"] for a in r["alarms"]] for r in debug_runs.rows(tmp_path) if "alarms" in r
+  }
+  assert rang == {5: ["a/x", "a/w"] if is_new else ["a/w"]}
 
 
 def test_outliers_raise_an_alarm_where_one_scale_covers_them():

@@ -142,6 +142,26 @@ def test_a_resumed_run_names_them_too(tmp_path):
     metrics_writer.Metrics(str(tmp_path), 1, {}, False)
 
 
+def test_rows_of_an_evaluation_that_is_made_again_are_dropped(tmp_path):
+  """Of held-out text or of tasks alone, with what policies did after it."""
+  rows = [
+    {"step": 0, "heldout/a/bf16/loss": 2.0}, {"step": 1, "loss": 2.0, "accuracy_of": 1.0},
+    {"step": 1, "accuracy": 0.5, "accuracy/a": 0.5}, {"step": 1, "actions": []},
+    {"step": 2, "loss": 1.0},
+  ]  # fmt: skip
+  path = tmp_path / "metrics.jsonl"
+  for evaluated, step, kept in ((("0", "1"), 2, rows), (("0",), 1, rows[:2]), ((), 1, rows[1:2])):
+    path.write_text("".join(records.to_json(row, None) + "\n" for row in rows))
+    metrics_writer.Metrics(str(tmp_path), step, evaluated, False).close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == kept
+
+
+def test_what_a_killed_process_left_of_a_file_is_written_over(tmp_path):
+  (tmp_path / "summary.json.part").write_text("{")
+  provenance.write_json(str(tmp_path), "summary.json", {})
+  assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
 META = {
   "config": {"steps": 3}, "data_fingerprint": "d", "readers": {}, "weights_dtype": "bfloat16",
   "documents": {"empty": 1}, "evaluations": {"0": {"main": {"bf16": {"loss": 2.0}}}},

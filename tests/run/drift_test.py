@@ -22,9 +22,11 @@ def test_drift_is_the_change_since_the_snapshot_before():
   assert alarms.with_drift(zero, now) == zero
 
 
-@pytest.mark.parametrize("snapshots, newest", [(0, {}), (2, {"head": {"x": {"amax": 1}}})])
+@pytest.mark.parametrize(
+  "snapshots, newest", [(0, (0, {})), (2, (1, {"head": {"x": {"amax": 1}}}))]
+)
 def test_last_snapshot_is_the_newest_row(tmp_path, snapshots, newest):
-  assert alarms.last_snapshot(str(tmp_path)) == {}
+  assert alarms.last_snapshot(str(tmp_path)) == (0, {})
   rows = [{"step": i, "numerics": {"head": {"x": {"amax": i}}}} for i in range(snapshots)]
   rows.append({"step": 9, "loss": 1.0})
   (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import re
 
 import jax
@@ -310,8 +311,13 @@ def test_first_batches_without_gradients_are_refused(tmp_path, monkeypatch):
   states = scaling_lib.calibrated(sites, zeros)
   calibrate = lambda state, batch: dataclasses.replace(state, scaling_states=states)  # noqa: E731
   monkeypatch.setattr(stacked.train_step, "make_calibration", lambda *_: calibrate)
+  ends = [pathlib.Path(t.workdir, f"{n}.json") for t in trials for n in ("summary", "trial")]
+  for path in ends:  # of another configuration
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
   with pytest.raises(UserError, match="its first batch has amaxes that are 0.*leave --vmap out"):
     stacked.run(members, 1e9, print)
+  assert not any(path.exists() for path in ends)  # the trials are no longer over
 
 
 _NEEDS_OWN = "needs a run of its own; set {}, or leave --vmap out"

@@ -118,16 +118,20 @@ except UserError: sys.exit(1)
 
 
 def test_a_trial_has_finished_after_the_steps_that_it_counted_itself(folder):
-  """data.epochs counts steps in the data: 3 of them, and `steps` stays 4."""
-  (trial,) = sweep_runs.rates(0.25).trials(str(folder / "out"))
-  workdir = pathlib.Path(trial.workdir)
-  workdir.mkdir(parents=True)
-  flat = named.flat(trial.config, trial.changes)
-  (workdir / "config.json").write_text(json.dumps({"resolved": flat}))
-  for step, steps, objective, status in (
-    (3, {"steps": 3}, 2.5, "finished"), (2, {"steps": 3}, 2.5, None), (3, {}, 2.5, None),
-    (4, {}, "nan", "diverged"), (4, {"steps": 4}, "inf", "diverged"), (4, {}, None, "finished"),
+  """data.epochs counts steps in the data: 3 of them, and `steps` stays 4. Without it a summary of
+  fewer steps is of a shorter run before."""
+  for epochs, step, steps, objective, status in (
+    (1.0, 3, {"steps": 3}, 2.5, "finished"), (1.0, 2, {"steps": 3}, 2.5, None),
+    (0.0, 3, {"steps": 3}, 2.5, None), (0.0, 3, {}, 2.5, None), (0.0, 4, {}, "nan", "diverged"),
+    (0.0, 4, {"steps": 4}, "inf", "diverged"), (0.0, 4, {}, None, "finished"),
   ):  # fmt: skip
+    keys = f'"data": {{"epochs": {epochs}}}, "name": arm'
+    (folder / "c.py").write_text(sweep_runs.CONFIG.replace('"name": arm', keys))
+    (trial,) = sweep_runs.rates(0.25).trials(str(folder / "out"))
+    workdir = pathlib.Path(trial.workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    flat = named.flat(trial.config, trial.changes)
+    (workdir / "config.json").write_text(json.dumps({"resolved": flat}))
     summary = {"step": step, "objective": objective, **steps}
     (workdir / "summary.json").write_text(json.dumps(summary))
     found = outcome.attempt(trial)
