@@ -119,7 +119,9 @@ SUBMIT = flags.DEFINE_string("submit", "", "Runs the trials as jobs: slurm, or l
 PRINT = flags.DEFINE_boolean("print", False, "Prints the commands of unfinished trials.")
 
 VMAP = flags.DEFINE_boolean(
-  "vmap", False, "Trains trials that differ in seed and rate alone at once; small models."
+  "vmap",
+  False,
+  "Trains trials that differ in seed and schedule of the rate alone at once; small models.",
 )
 
 

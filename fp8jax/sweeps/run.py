@@ -46,7 +46,7 @@ def run(
     parallel: trials at a time; 0: one per GPU or core, all of those for a scheduler.
     submit: "" for processes here, or a cluster of submitit.
     is_printed: print the commands of the trials that are not over, and start none.
-    is_mapped: train trials that differ in seed and rate alone at once (sweeps/stacked.py).
+    is_mapped: train trials that differ in seed and schedule alone at once (sweeps/stacked.py).
     needs: of the jobs that trials may be of.
   """
   if parallel < 0:

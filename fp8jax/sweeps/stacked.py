@@ -1,4 +1,4 @@
-"""--sweep --vmap: trials that differ in seed and learning rate alone train at once, by jax.vmap.
+"""--sweep --vmap: trials that differ in seed and schedule alone train at once, by jax.vmap.
 
 One program trains all of them, so that a small model pays for one compilation and fills the device.
 The mapped step is the step of a single run, differentiation inside: every trial has scales and
@@ -35,8 +35,11 @@ from fp8jax.sweeps import outcome as outcome_lib
 from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Trial
 
-# Keys in which the trials of a group may differ.
-VARYING = ("seed", "optim.peak_lr", "optim.min_lr")
+# Keys in which the trials of a group may differ: the seed, and those of the learning rate.
+VARYING = (
+  "seed", "optim.peak_lr", "optim.min_lr", "optim.schedule", "optim.warmup_steps",
+  "optim.warmup_fraction", "optim.decay_steps",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +80,9 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
       f"--vmap: {place} is of an interrupted run; leave --vmap out to go on with it",
     )
     key = repr(sorted((k, v) for k, v in spec.flat.items() if k not in VARYING))
-    if spec.optim.decay_by == "schedule":  # one program has one schedule of the decay
-      key += f"{spec.optim.min_lr / max(spec.optim.peak_lr, 1e-30):.6g}"
+    if (o := spec.optim).decay_by == "schedule":  # one program has one schedule of the decay
+      share = f"{o.min_lr / max(o.peak_lr, 1e-30):.6g}"
+      key += repr((o.schedule, o.warmup_steps, o.decay_steps, share))
     by_program[key].append(Member(trial, spec))
   problems.found = list(dict.fromkeys(problems.found))
   problems.refuse()

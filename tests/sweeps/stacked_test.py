@@ -62,8 +62,10 @@ def test_scales_and_random_bits_are_those_of_separate_runs(tmp_path):
   microbatches."""
   fixed = {"precision.rules": MIXED, "eval.tokens": 0, "precision.verify_fp8_gemms": False,
            "grad_accum_steps": 2}  # fmt: skip
-  axes = (spec.Grid({"optim.peak_lr": (1e-2,)}),)
+  schedules = ({"optim.warmup_steps": 1}, {"optim.warmup_steps": 2, "optim.schedule": "cosine"})
+  axes = (spec.Grid({"optim.peak_lr": (1e-2,)}), spec.Points(schedules))
   _, trials = _trials(tmp_path, "bf16", fixed=fixed, axes=axes)
+  trials = [trials[0], trials[3]]  # of other seeds, too
   (members,) = stacked.groups(trials)
   starts, take = [], stacked.mapped_step
 
@@ -89,7 +91,8 @@ def test_scales_and_random_bits_are_those_of_separate_runs(tmp_path):
     state = calibrate(train_step.make_state(member.spec), runner.spread.place(hosts[0]))
     for ours, single in zip(jax.tree.leaves(starts[0]), jax.tree.leaves(state.scaling_states)):
       np.testing.assert_array_equal(ours[i], single)
-    runner.step_fn = dataclasses.replace(runner.step_fn, key=train_step.make_step(member.spec).key)
+    own = train_step.make_step(member.spec)
+    runner.step_fn = dataclasses.replace(runner.step_fn, key=own.key, rate_of=own.rate_of)
     losses, _ = runner.run(hosts, state)
     found = files.read(member.trial.workdir).curves["loss"].values
     np.testing.assert_allclose(found, losses, rtol=2e-6)
@@ -189,14 +192,17 @@ def test_a_trial_that_is_not_finite_halts_alone(tmp_path):
 
 def test_trials_share_a_program_where_their_decay_has_one_schedule(tmp_path):
   """A decay by the schedule is rate / peak_lr, of which a program has one."""
-  for how, count in (("rate", 1), ("schedule", 2)):
-    _, trials = _trials(tmp_path, "bf16", fixed={"optim.decay_by": how, "optim.min_lr": 1e-4})
+  axes = (*SWEEP["axes"], spec.Grid({"optim.warmup_steps": (1, 2)}))
+  for how, count in (("rate", 1), ("schedule", 4)):
+    fixed = {"optim.decay_by": how, "optim.min_lr": 1e-4}
+    _, trials = _trials(tmp_path, "bf16", fixed=fixed, axes=axes)
     assert len(stacked.groups(trials)) == count
 
 
 # Why a mapped sweep honours a key, or a section.
 HONOURED = {
-  "trials differ in them": "seed optim.peak_lr optim.min_lr",
+  "trials differ in them": """seed optim.peak_lr optim.min_lr optim.schedule optim.warmup_steps
+    optim.warmup_fraction optim.decay_steps""",
   "the step of a single run reads them, and is the one that is mapped": """
     steps global_batch grad_accum_steps seq_len
     model.preset model.num_layers model.hidden_size model.intermediate_size model.num_heads
@@ -206,9 +212,9 @@ HONOURED = {
     precision.attention precision.compute_dtype kernels.matmul kernels.attention kernels.optimizer
     memory.remat_policy memory.save_gemm_inputs memory.save_norm_inputs memory.save_gate_up
     memory.save_layer_inputs memory.weight_operands memory.loss_chunk
-    optim.optimizer optim.schedule optim.warmup_steps optim.warmup_fraction optim.decay_steps
-    optim.b1 optim.b2 optim.eps optim.weight_decay optim.grad_clip_norm optim.clip_groups
-    optim.lr_multipliers optim.base_width optim.decay_by optim.on_nonfinite optim.sparsity""",
+    optim.optimizer optim.b1 optim.b2 optim.eps optim.weight_decay optim.grad_clip_norm
+    optim.clip_groups optim.lr_multipliers optim.base_width optim.decay_by optim.on_nonfinite
+    optim.sparsity""",
   "the step of every trial alone is inspected": "precision.verify_fp8_gemms",
   "the loader reads them": """
     data.tokenizer data.eos data.bos data.sources data.heldout_fraction data.cross_document
