@@ -88,7 +88,7 @@ class StepFn:
   def _rate(self, step):
     """The rate that a call takes, of a state or of its shapes."""
     if isinstance(step, jax.Array):
-      return self.rate_of(step)
+      return self.rate_of(step, None)  # as a call does: one program
     return jax.ShapeDtypeStruct((), np.float32, sharding=step.sharding)
 
   def lower(self, state, *args):
