@@ -138,12 +138,6 @@ def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix, dtype: str = "float32")
   is_narrow = dtype == "bfloat16" and matrix.input_scale is not None
   if is_narrow and quant.scale is not Scale.E4M3_OVER_F32:
     matrix = dataclasses.replace(matrix, input_scale=_in_bf16(np.float32(matrix.input_scale)))
-  if quant.format.dtype == jnp.int8:
-    least = -(2 ** (quant.format.bits - 1))
-    current = np.abs(x).max(-1, keepdims=True) / np.float32(-least - 0.5)
-    scale = np.float32(current if matrix.input_scale is None else matrix.input_scale)
-    scale = np.where(scale > 0, scale, np.float32(1))
-    return np.clip(np.rint(x / scale), least, -least - 1) * scale
   if quant.scale is Scale.E4M3_OVER_F32:
     whole, blocks = schemes.reciprocal(np.float32(matrix.input_scale)), x.reshape(len(x), -1, 16)
     first = whole * (np.abs(blocks).max(-1, keepdims=True) / np.float32(6))
@@ -151,15 +145,19 @@ def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix, dtype: str = "float32")
     scale = np.where(first == 0, ml_dtypes.finfo(E4M3.dtype).eps.astype(np.float32), first) / whole
     codes = np.clip(blocks / scale, -E2M1.max, E2M1.max).astype(E2M1.dtype)
     return (codes.astype(np.float32) * scale).reshape(x.shape)
-  if quant.scale is Scale.F32 and (quant.tile[0] == 1 or matrix.input_scale is not None):
-    columns, most = x.shape[1], np.float32(quant.format.max)
+  if quant.scale is Scale.F32:  # of a token, of blocks of one, or static
+    is_integer, columns = quant.format.dtype == jnp.int8, x.shape[1]
+    most = 2.0 ** (quant.format.bits - 1) - 0.5 if is_integer else quant.format.max
     size = quant.tile[1] or columns
     tiles = np.pad(x, ((0, 0), (0, -columns % size))).reshape(len(x), -1, size)
-    current = np.abs(tiles).max(-1, keepdims=True) / most
+    current = np.abs(tiles).max(-1, keepdims=True) / np.float32(most)
     scale = np.float32(current if matrix.input_scale is None else matrix.input_scale)
-    scale = np.where(scale > 0, scale, np.float32(1))
-    codes = np.clip(tiles / scale, -most, most).astype(quant.format.dtype)
-    return (codes.astype(np.float32) * scale).reshape(len(x), -1)[:, :columns]
+    tiles = tiles / (scale := np.where(scale > 0, scale, np.float32(1)))
+    if is_integer:
+      codes = np.clip(np.rint(tiles), -most - 0.5, most - 0.5)
+    else:
+      codes = np.clip(tiles, -most, most).astype(quant.format.dtype).astype(np.float32)
+    return (codes * scale).astype(np.float32).reshape(len(x), -1)[:, :columns]
   return np.asarray(quantize.quantize(x, quant, contraction=1).dequantize())
 
 

@@ -119,6 +119,8 @@ class Saver:
     if not now.has_scales:
       abstract = dataclasses.replace(abstract, scaling_states={})
     read = policy_lib.keys_read(self._spec.precision.policy)
+    # With other alarms or recipes nothing has been told of the last snapshot.
+    now.has_told = not any(key.startswith(("log.alarms", "precision.")) for key in changes)
     accepted = identity.refused_changes(changes, (), read)
     state = saved.restore(step, abstract, self._batches.iterator, accepted)
     if has_new_table:
@@ -135,8 +137,13 @@ class Saver:
     return state
 
   def _changes(self, meta: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{what differs from the run of a checkpoint: (then, now)}; earlier ones do not say the job."""
-    own, then = self._origin["job"], meta.get("job", self._origin["job"])
+    """{what differs from the run of a checkpoint: (then, now)}.
+
+    Earlier checkpoints do not state the job; those of a search have its policy.
+    """
+    own = self._origin["job"]
+    earlier = "search" if "search" in meta else "train" if own == "search" else own
+    then = meta.get("job", earlier)
     changed = {"job": (then, own)} if then != own else {}
     return identity.diff(self._origin["config"], meta["config"]) | changed
 

@@ -67,12 +67,13 @@ class Leg(TypedDict, total=False):
 class Provenance(Leg, total=False):
   """provenance.json: the last leg, and those before it.
 
-  `shares` is that of batch_sharding.Batches.
+  `shares` is that of batch_sharding.Batches, `job` trained; earlier versions state neither.
   """
 
   earlier: list[Leg]
   processes: Count
   shares: Count
+  job: str
 
 
 Failure = TypedDict("Failure", {"step": Required[Count], "first_bad_site": str | None}, total=False)
@@ -89,6 +90,7 @@ class Checkpoint(TypedDict, total=False):
   """`meta` of a checkpoint."""
 
   config: Required[dict[str, Any]]
+  job: str
   data_fingerprint: Required[str]
   readers: Required[dict[str, Any]]
   weights_dtype: Required[str]

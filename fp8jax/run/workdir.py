@@ -41,7 +41,8 @@ def finished(
   is_same = (
     not identity.diff(flat, config.get("resolved") or {})
     and provenance.get("data_fingerprint") == fingerprint
-    and provenance.get("job", job) == job  # earlier versions do not state it
+    # Earlier versions do not state it; of a search, its checkpoint knows.
+    and provenance.get("job", "" if job == "search" else job) == job
   )
   return summary if is_same and is_over(summary, flat) else None
 

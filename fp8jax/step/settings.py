@@ -343,7 +343,8 @@ class Checkpoint:
   every: int = key(50, "steps; 0: only at the end and on interruption", least=0)
   keep: int = key(2, "newest checkpoints to keep", least=1)
   accept_changes: tuple[str, ...] = key((), "Keys whose change a resumed run may accept although "
-    'they alter the result, e.g. ("optim.peak_lr",).')
+    'they alter the result, e.g. ("optim.peak_lr",); "data" is the content of the data, "job" that '
+    "of another job.")
 
 
 @section("log", NOTHING)

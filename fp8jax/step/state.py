@@ -42,7 +42,8 @@ class State:
 class StepFn:
   """A jitted step, called and lowered with its run's random key and learning rate.
 
-  As arguments, not constants, they leave seeds and schedules one program, which is compiled once.
+  As arguments, not constants, they leave seeds and schedules one program, which is compiled once;
+  a decay by the schedule (optim.decay_by) is part of it.
 
   Attributes:
     jitted: of (state, batch, sites, *, rate, key).
@@ -56,7 +57,12 @@ class StepFn:
   key: np.ndarray
   teacher: Any = None
 
-  def _own(self, state, rate) -> dict[str, Any]:
+  def given(self, state, rate_scale=None) -> dict[str, Any]:
+    """The keyword arguments of `jitted` for a state, or for its shapes."""
+    if isinstance(state.step, jax.Array):
+      rate = self.rate_of(state.step, rate_scale)
+    else:
+      rate = jax.ShapeDtypeStruct((), np.float32, sharding=state.step.sharding)
     more = {} if self.teacher is None else {"teacher": self.teacher}
     return {"rate": rate, "key": self._beside(state)} | more
 
@@ -67,8 +73,7 @@ class StepFn:
 
   def __call__(self, state, *args, rate_scale=None):
     """What `jitted` returns; rate_scale is a factor on the learning rate."""
-    rate = self.rate_of(state.step, rate_scale)
-    return self.jitted(state, *args, **self._own(state, rate))
+    return self.jitted(state, *args, **self.given(state, rate_scale))
 
   def _beside(self, state):
     """The key on the state's devices: from the host it would be a transfer that nobody asked for,
@@ -85,14 +90,8 @@ class StepFn:
       self._placed[where] = jax.device_put(self.key, there)
     return self._placed[where]
 
-  def _rate(self, step):
-    """The rate that a call takes, of a state or of its shapes."""
-    if isinstance(step, jax.Array):
-      return self.rate_of(step, None)  # as a call does: one program
-    return jax.ShapeDtypeStruct((), np.float32, sharding=step.sharding)
-
   def lower(self, state, *args):
-    return self.jitted.lower(state, *args, **self._own(state, self._rate(state.step)))
+    return self.jitted.lower(state, *args, **self.given(state))
 
   def trace(self, state, *args):
-    return self.jitted.trace(state, *args, **self._own(state, self._rate(state.step)))
+    return self.jitted.trace(state, *args, **self.given(state))

@@ -25,6 +25,7 @@ ELSEWHERE = "running elsewhere"
 # The files of a trial, as far as they decide.
 _FILES = {
   "config": TypedDict("Config", {"resolved": dict}),
+  "provenance": TypedDict("Provenance", {"job": str}, total=False),
   "trial": TypedDict("Marked", {"status": str}),
   "summary": TypedDict("Summary", {
     "step": Required[int], "steps": int, "objective": Required[records.Number | None],
@@ -52,7 +53,7 @@ class Outcome:
 def read(trial: Trial) -> Outcome | None:
   """The outcome of a trial that is over, None of one that is yet to be run or to go on.
 
-  A workdir of another configuration is not this trial's; launch.py then says what differs.
+  A workdir of another configuration or job is not this trial's; launch.py then says what differs.
 
   Raises:
     UserError: a file of the workdir is not as a run leaves it; names it.
@@ -64,6 +65,8 @@ def read(trial: Trial) -> Outcome | None:
 
   wanted = named.flat(trial.config, trial.changes)
   if (config := find("config")) is None or identity.diff(wanted, config["resolved"]):
+    return None
+  if (find("provenance") or {}).get("job", trial.job) != trial.job:
     return None
   if marked := find("trial"):
     return Outcome(marked["status"])

@@ -128,6 +128,7 @@ def run(
   with contextlib.ExitStack() as held:
     for member in members:
       held.enter_context(workdir_lib.locked(member.trial.workdir))
+    for member in members:
       workdir_lib.reopen(member.trial.workdir)
     group = _Group(members)
     try:
@@ -222,6 +223,7 @@ class _Group:
     losses = np.stack(self._losses)[:, i].tolist()
     rows, fingerprint = start.all_site_rows(spec), loader.fingerprint(spec.data)
     more = {"shares": self._batches[spec.seed].shares, "trials_at_once": len(self._members)}
+    more["job"] = trial.job
     start.describe(spec, trial.workdir, 0, _changes(spec), fingerprint, rows, **more)
     why = outcome_lib.ever_diverged(losses, stop_above)
     if bool(state.halted):

@@ -82,6 +82,10 @@ def test_changes_that_start_another_state_are_refused_by_name(tmp_path, capsys, 
   (tmp_path / "trial.json").write_text('{"status": "diverged", "why": ""}')
   assert train_job.run(spec, str(tmp_path))["step"] == 6  # finished: nothing was removed
   assert (tmp_path / "trial.json").exists()
+  # No run of another job goes on with it.
+  feed = dataclasses.replace(train_job.texts(spec), job="search")
+  with pytest.raises(ConfigError, match="job was train at step 6 and is search now"):
+    train_job.run(spec, str(tmp_path), feed=feed)
   longer = {"steps": 9, "optim.peak_lr": 5e-4, "eval.tokens": 0}
   longer["checkpoint.accept_changes"] = ("steps", "optim.peak_lr")
   monkeypatch.setattr(preemption.Interrupts, "requested", lambda *_: True)
@@ -89,10 +93,6 @@ def test_changes_that_start_another_state_are_refused_by_name(tmp_path, capsys, 
     ended = train_job.run(harness.text_spec("bf16", **longer), str(tmp_path))
     assert ended["step"] == 6 and "exit_code" in ended
     assert not {"summary.json", "trial.json"} & {path.name for path in tmp_path.iterdir()}
-  # Nor does a run of another job go on with it.
-  feed = dataclasses.replace(train_job.texts(spec), job="search")
-  with pytest.raises(ConfigError, match="job was train at step 6 and is search now"):
-    train_job.run(spec, str(tmp_path), feed=feed)
 
 
 def test_a_place_that_counts_other_steps_is_refused_whatever_is_accepted():

@@ -49,11 +49,14 @@ def test_alarm_rings_again_after_silence():
   assert len(run_alarms.as_lines(4, monitor.new(numerics))) == 3
 
 
-@pytest.mark.parametrize("start, is_new", [(0, False), (3, True)])
+@pytest.mark.parametrize("start, has_told, is_new", [
+  (0, True, False), (3, True, True), (0, False, True),
+])  # fmt: skip
 def test_what_rang_before_a_run_was_interrupted_is_new_in_another_phase_alone(
-  tmp_path, monkeypatch, start, is_new
+  tmp_path, monkeypatch, start, has_told, is_new
 ):
-  """The last snapshot is of step 3, and of a phase that begins after `start` steps."""
+  """The last snapshot is of step 3, and of a phase that begins after `start` steps. Alarms that are
+  new themselves ring, too."""
   rows = [{"step": s, "numerics": {"a": {"x": {"snr_db": v}}}} for s, v in ((1, 3.0), (3, "-inf"))]
   (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   numerics = {"a": {"x": {"snr_db": 4.0}, "w": {"snr_db": 5.0}}}
@@ -67,7 +70,11 @@ def test_what_rang_before_a_run_was_interrupted_is_new_in_another_phase_alone(
   )
   phases = types.SimpleNamespace(phases=[types.SimpleNamespace(start=start)])
   now = types.SimpleNamespace(
-    sites={True: None}, watch=monitor, phase=0, spec=types.SimpleNamespace(precision=phases)
+    sites={True: None},
+    watch=monitor,
+    phase=0,
+    has_told=has_told,
+    spec=types.SimpleNamespace(precision=phases),
   )
   nested = {"tensor_stats": {}, "alignment": None, "param_stats": None}
   for step in (5, 7):

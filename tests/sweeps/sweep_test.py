@@ -137,6 +137,10 @@ def test_a_trial_has_finished_after_the_steps_that_it_counted_itself(folder):
     found = outcome.attempt(trial)
     assert (found and found.status) == status, summary
     assert found is None or found.objective == (2.5 if objective == 2.5 else None)
+  for job, status in (("train", "finished"), ("search", None)):
+    (workdir / "provenance.json").write_text(json.dumps({"job": job}))
+    found = outcome.attempt(trial)
+    assert (found and found.status) == status
 
 
 def test_trials_without_an_objective_have_finished(folder):

@@ -84,8 +84,9 @@ def measure(path: str, arm: str, steps: int) -> dict:
   batch = spread.place(next(stream))
   state = train_step.calibrate(spec, train_step.make_state(spec), batch, 0)
   start = time.perf_counter()
-  step = train_step.make_step(spec).lower(state, batch, spec.sites()).compile()
-  compiled, sizes = time.perf_counter() - start, step.memory_analysis()
+  step = train_step.make_step(spec)
+  sizes = step.lower(state, batch, spec.sites()).compile().memory_analysis()
+  compiled = time.perf_counter() - start
   state, values = jax.block_until_ready(step(state, batch, spec.sites()))
   energy, times, waits = Energy(), [], []
   energy.joules()

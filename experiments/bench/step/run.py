@@ -104,21 +104,24 @@ class Program:
   operands: tuple
   advance: object
   flops: float
+  given: object = lambda operands: {}  # keyword arguments of a call
 
   def __call__(self):
     """Runs it once; returns what a step says of itself, or what a layer gives."""
-    self.operands, result = self.advance(self.operands, self.compiled(*self.operands))
+    out = self.compiled(*self.operands, **self.given(self.operands))
+    self.operands, result = self.advance(self.operands, out)
     return result
 
 
 def step_program(case: Case, recipe: str, num_layers: int | None) -> Program:
   spec = make_plan(case, recipe, num_layers)
-  compiled = _compiled_step(spec)
-  fp8_gemms.check(spec, compiled[1])
+  step, compiled, text = _compiled_step(spec)
+  fp8_gemms.check(spec, text)
   state = train_step.make_state(spec)
   advance = lambda operands, out: ((out[0], *operands[1:]), out[1])  # noqa: E731
   operands = (state, _batch(spec), spec.sites())
-  return Program(compiled[0], operands, advance, _flops(spec, with_head=True))
+  given = lambda operands: step.given(operands[0])  # noqa: E731
+  return Program(compiled, operands, advance, _flops(spec, with_head=True), given)
 
 
 def _batch(spec: train_spec.TrainSpec):
@@ -134,12 +137,11 @@ def _batch(spec: train_spec.TrainSpec):
 
 
 def _compiled_step(spec: train_spec.TrainSpec):
-  """(executable, the text that proof reads)."""
-  lowered = train_step.make_step(spec).lower(
-    train_step.abstract_state(spec), _batch(spec), spec.sites()
-  )
+  """(the step, its executable, the text that proof reads)."""
+  step = train_step.make_step(spec)
+  lowered = step.lower(train_step.abstract_state(spec), _batch(spec), spec.sites())
   compiled = lowered.compile()
-  return compiled, _text(spec, lowered, compiled)
+  return step, compiled, _text(spec, lowered, compiled)
 
 
 def _text(spec: train_spec.TrainSpec, lowered, compiled) -> str:
@@ -200,7 +202,7 @@ def layers_that_fit(case: Case, is_dry: bool) -> dict[str, int]:
   for recipe in RECIPES:
     need = []
     for n in (2, 4):
-      m = _compiled_step(make_plan(case, recipe, n))[0].memory_analysis()
+      m = _compiled_step(make_plan(case, recipe, n))[1].memory_analysis()
       need.append(m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes
                   - m.alias_size_in_bytes)  # fmt: skip
     per_layer = (need[1] - need[0]) / 2
