@@ -133,17 +133,17 @@ def windows(batches, source, made) -> np.ndarray:
 
 
 def served(recipe: str, folder: str):
-  """(spec, sites, params) of a folder as a server multiplies it."""
+  """(spec, params, sites) of a folder as a server multiplies it."""
   spec = spec_of(recipe, folder)
   entries = names.entries(spec.model)
   stored = fp8_export.of_folder(hf_tensors.Folder(folder), entries)
   plan = checks.choose(spec, 0, (), stored)
   plan = fp8_export.with_amaxes(plan, entries, {}, {})
-  return spec, served_pass.sites(spec, plan), served_pass.load(spec, folder)
+  return spec, *served_pass.load(spec, plan, folder)
 
 
 def measure(recipe: str, folder: str, source: dict[str, list[np.ndarray]]) -> dict:
-  spec, sites, params = served(recipe, folder)
+  spec, params, sites = served(recipe, folder)
   found = {}
   for name, batches in texts(spec).items():
     logits = divergence.forward(spec, sites, batches)
@@ -309,7 +309,7 @@ def task(target: pathlib.Path, wanted: list[str], windows: int):
       folder = None
     else:
       folder, _ = quantized(kept, recipe, methods)
-      spec, sites, params = served(recipe, str(folder))
+      spec, params, sites = served(recipe, str(folder))
     asked = questions(spec, windows)
     right = answers(asked, divergence.forward(spec, sites, asked.batches)(params))
     row = {"recipe": recipe, "methods": methods, "right": right, "choices": CHOICES,
