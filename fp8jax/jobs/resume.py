@@ -119,8 +119,8 @@ class Saver:
     if not now.has_scales:
       abstract = dataclasses.replace(abstract, scaling_states={})
     read = policy_lib.keys_read(self._spec.precision.policy)
-    # With other alarms or recipes nothing has been told of the last snapshot.
-    now.has_told = not any(key.startswith(("log.alarms", "precision.")) for key in changes)
+    # With other alarms or recipes nothing was said of the last snapshot.
+    now.has_same_alarms = not any(key.startswith(("log.alarms", "precision.")) for key in changes)
     accepted = identity.refused_changes(changes, (), read)
     state = saved.restore(step, abstract, self._batches.iterator, accepted)
     if has_new_table:

@@ -88,7 +88,7 @@ class RunReports:
     before = self._before
     if before is None:  # the run goes on: what rang then, in this phase, is not new now
       at, before = alarms.last_snapshot(self.workdir)
-      if now.has_told and at > now.spec.precision.phases[now.phase].start:
+      if now.has_same_alarms and at > now.spec.precision.phases[now.phase].start:
         now.watch.new(before)
     numerics = alarms.with_drift(alarms.summarise(sites, stats, nested["alignment"]), before)
     self._before = numerics

@@ -40,7 +40,7 @@ class RunState:
     shares: of FP8, in the phase.
     watch: alarms of the phase.
     has_scales: whether a checkpoint's scales are those of its phase.
-    has_told: whether the alarms of the run so far are these.
+    has_same_alarms: whether the alarms of the run so far are these.
     requested: whether to stop before a step, as Interrupts.requested.
   """
 
@@ -56,7 +56,7 @@ class RunState:
     self.sites: dict[bool, Any] = {}
     self.shares: dict[str, float] = {}
     self.watch = run_alarms.AlarmMonitor(self.spec.log.alarms, {})
-    self.has_scales = self.has_told = False
+    self.has_scales = self.has_same_alarms = False
     self.requested: Callable[[int], bool] = lambda step: False
     self._proven: train_spec.TrainSpec | None = None
     self._compiled: set[Any] = set()  # (rules, whether loud) of steps taken here

@@ -49,11 +49,11 @@ def test_alarm_rings_again_after_silence():
   assert len(run_alarms.as_lines(4, monitor.new(numerics))) == 3
 
 
-@pytest.mark.parametrize("start, has_told, is_new", [
+@pytest.mark.parametrize("start, has_same_alarms, is_new", [
   (0, True, False), (3, True, True), (0, False, True),
 ])  # fmt: skip
 def test_what_rang_before_a_run_was_interrupted_is_new_in_another_phase_alone(
-  tmp_path, monkeypatch, start, has_told, is_new
+  tmp_path, monkeypatch, start, has_same_alarms, is_new
 ):
   """The last snapshot is of step 3, and of a phase that begins after `start` steps. Alarms that are
   new themselves ring, too."""
@@ -73,7 +73,7 @@ def test_what_rang_before_a_run_was_interrupted_is_new_in_another_phase_alone(
     sites={True: None},
     watch=monitor,
     phase=0,
-    has_told=has_told,
+    has_same_alarms=has_same_alarms,
     spec=types.SimpleNamespace(precision=phases),
   )
   nested = {"tensor_stats": {}, "alignment": None, "param_stats": None}
