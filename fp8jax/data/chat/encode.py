@@ -113,7 +113,8 @@ def render(
     is_special: whether a text is special tokens alone, as an end of turn is.
 
   Raises:
-    UserError: the template refuses the conversation, or does not say where a turn begins.
+    UserError: the template refuses the conversation, leaves out a tool call, or does not say where
+      a turn begins.
   """
   turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
   turns = [i for i in turns if messages[i].get("weight", 1)]
@@ -125,6 +126,7 @@ def render(
   made, size = [], 0
   for i in turns:
     made.append(_turn(template, messages[: i + 1], tools, is_special))
+    _check_calls(template, messages[: i + 1], tools)
     size += len(made[-1].text)
     if size > MOST_CHARACTERS:
       raise _too_long(f"{MOST_CHARACTERS:,} characters", turns[max(len(made) - 2, 0)] + 1)
@@ -134,6 +136,15 @@ def render(
   spans, ends = (sum((getattr(one, name) for one in made), ()) for name in ("spans", "ends"))
   opening = next((one.opening for one in made if one.opening), "")
   return [Rendered(whole.text, spans, ends, opening)]
+
+
+def _check_calls(template: ChatTemplate, messages, tools):
+  """Refuses a last turn whose tool calls are left out: its end alone would be trained."""
+  if messages[-1].get("tool_calls") and not template.writes_calls(messages, tools):
+    raise UserError(
+      "the chat template does not write the assistant's tool calls; set data.chat_template to one "
+      "that does, or give the message weight 0"
+    )
 
 
 def _too_long(most: str, messages: int) -> UserError:

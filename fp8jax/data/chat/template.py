@@ -15,7 +15,7 @@ import datetime
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fp8jax import hub
@@ -108,6 +108,9 @@ class ChatTemplate:
   ) -> str:
     """The text of a conversation.
 
+    Some templates write tool calls only beside content that is null (DeepSeek-R1-Distill). Where
+    calls would be left out, empty content beside them is null.
+
     Args:
       messages: {"role", "content"} each, and whatever else the template knows.
       add_generation_prompt: whether the text ends with the beginning of the assistant's turn.
@@ -117,6 +120,26 @@ class ChatTemplate:
     Raises:
       UserError: the template refuses these messages.
     """
+    write = functools.partial(
+      self._render, add_generation_prompt=add_generation_prompt, tools=tools, marks=marks
+    )
+    text = write(messages)
+    if not any(m.get("tool_calls") for m in messages) or _says_more(write, messages, text):
+      return text
+    null = [m | {"content": m.get("content") or None} if m.get("tool_calls") else m
+            for m in map(dict, messages)]  # fmt: skip
+    try:
+      other = write(null)
+    except UserError:
+      return text
+    return other if _says_more(write, null, other) else text
+
+  def writes_calls(self, messages, tools=None) -> bool:
+    """Whether the text of a conversation depends on the tool calls of its last message."""
+    own = lambda last: self.render([*messages[:-1], *last], tools=tools)  # noqa: E731
+    return _says_more(own, messages[-1:], own(messages[-1:]))
+
+  def _render(self, messages, add_generation_prompt, tools, marks) -> str:
     try:
       return sandbox.render(
         _compile(self._chosen(tools), self.date, marks), messages=messages, tools=tools,
@@ -143,6 +166,14 @@ class ChatTemplate:
         "block's place is unknown; write the block around the final text"
       )
     return text, spans
+
+
+def _says_more(write: Callable[[Any], str], messages, text: str) -> bool:
+  """Whether `text`, what `write` makes of the messages, is another one without their tool calls."""
+  try:
+    return text != write([{k: v for k, v in m.items() if k != "tool_calls"} for m in messages])
+  except UserError:  # the template wants an answer where there is no call
+    return True
 
 
 _NO_DATE = (
