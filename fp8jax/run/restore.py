@@ -294,6 +294,8 @@ def check_same_run(
         f"{fingerprint}{bos})"
       )
   reading, readers = meta["readers"], _stated(readers, meta["readers"])
+  if workers := changes.get(_WORKERS):  # each has a place of its own
+    reading, readers = ({**of, _WORKERS: n} for of, n in zip((reading, readers), workers))
   # Only a run on conversations reads it, and its data are others then.
   is_lost = _PLACE in changes and meta["data_fingerprint"] != fingerprint
   is_removed = any(key in REMOVED for key in refused)
@@ -310,7 +312,7 @@ def check_same_run(
     problems.append(
       f"the data were read differently until step {step}, so that the place to go on from is "
       f"unknown: {reading}, now {readers}. Go on with as many processes, a mesh that "
-      "splits the batch over them in the same way, and data.workers 0 or not as before"
+      "splits the batch over them in the same way, and data.workers as before"
     )
   if problems:
     anyway = f'to go on anyway, --config.checkpoint.accept_changes="{(*accepted, *more)}"; '
@@ -327,6 +329,7 @@ def _stated(readers: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any
   return {k: v for k, v in readers.items() if k in before or k != ORDER}
 
 
+_WORKERS = "data.workers"
 # The key that the saved place in the data counts by.
 _PLACE = "data.samples_per_step"
 

@@ -1,5 +1,6 @@
 """Runs that are interrupted, resumed, evaluated between steps or continued from another run."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -102,6 +103,22 @@ def test_a_place_that_counts_other_steps_is_refused_whatever_is_accepted():
   assert f"{key} was 4 at step 3 and is 8 now, and the place in the data" in str(e.value)
   assert "seed was 0 at step 3 and is 1 now" in str(e.value) and "go on anyway" not in str(e.value)
   restore.check_same_run({key: (0, 8)}, meta, 3, "a", {}, (key,))  # of a run on documents
+
+
+@pytest.mark.parametrize("workers, is_same", [((2, 2), True), ((2, 3), False), ((3, 1), False)])
+def test_another_number_of_worker_processes_is_refused(workers, is_same):
+  """Each has its own place in every so many documents: some would come again, others never."""
+  then, now = workers
+  readers = {"processes": 1, "shares": 1, "in worker processes": True}
+  meta = {"data_fingerprint": "a", "readers": readers}
+  changes = {} if then == now else {"data.workers": workers}
+  ended = contextlib.nullcontext() if is_same else pytest.raises(ConfigError, match="differently")
+  with ended as e:
+    restore.check_same_run(changes, meta, 3, "a", readers, ("data.workers", "data"))
+  if not is_same:
+    text = str(e.value)
+    assert f"'data.workers': {then}" in text and f"'data.workers': {now}" in text
+    assert "data.workers as before" in text and "go on anyway" not in text
 
 
 def test_processes_that_would_read_each_others_shares_are_refused_unless_none_is_known():
