@@ -124,7 +124,7 @@ def test_parity_needs_the_whole_interval_above_the_margin():
   rng = np.random.default_rng(2)
   baseline = (rng.random((3, 400)) < 0.7).astype(float)
   same = statistics.compare(baseline, baseline)
-  assert (same.low, same.high, same.verdict) == (0, 0, "parity")
+  assert (same.difference, same.verdict) == (0, "parity") and -1 < same.low == -same.high < 0
   flipped = baseline.copy()
   flipped[:, :40] = 0  # about 7 points lower on a tenth of the items
   worse = statistics.compare(flipped, baseline)
@@ -139,6 +139,24 @@ def test_parity_needs_the_whole_interval_above_the_margin():
     statistics.compare(baseline, baseline[:2])
   with pytest.raises(ValueError, match="margin"):
     statistics.compare(baseline, baseline, margin=0)
+
+
+@pytest.mark.parametrize("items, sees", [(1, 97.5), (30, 11.57), (182, 2.0065), (183, 1.9956)])
+def test_equal_answers_exclude_what_a_rare_loss_would_have_shown(items, sees):
+  """scipy.stats.binomtest(0, items).proportion_ci(0.95).high, in points."""
+  ones = np.ones((1, items))
+  same = statistics.compare(ones, ones)
+  assert (-same.low, same.high) == pytest.approx((sees, sees), rel=2e-4)
+  assert same.verdict == ("parity" if items >= 183 else "no verdict")
+  assert same.items_needed == 183
+  lost = statistics.compare(0 * ones, ones)
+  assert (lost.low, lost.high) == pytest.approx((-100, sees - 100), rel=1e-3)
+  # Questions that each lose 5 points pass for equal no oftener than the interval says.
+  rng, said = np.random.default_rng(0), 0
+  for _ in range(200):
+    right = (rng.random((1, items)) >= 0.05).astype(float)
+    said += statistics.compare(right, ones, resamples=200).verdict == "parity"
+  assert said <= 10
 
 
 def test_no_number_of_items_makes_up_for_seeds_that_differ():
