@@ -25,7 +25,7 @@ Ask = Callable[[Task, Item], tuple[str, Sequence[int]]]
 class Generates(Protocol):
   """The part of generation.api.Generator that evaluations call."""
 
-  def generate(self, prompts, sampling, num_samples=1, on_text=None) -> Any: ...
+  def generate(self, prompts, sampling, num_samples=1, on_text=None, numbers=()) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,14 @@ def _ask_the_rest(
     temperature=protocol.temperature, top_p=protocol.top_p, stop=stop,
     max_new_tokens=protocol.max_new_tokens, seed=seed,
   )  # fmt: skip
-  asked = [ask(task, item) for item in rest]
+  # An item draws the same whether others with its prompt are answered or not.
+  asked, numbers, seen = [], [], collections.Counter()
+  for item in task.items:
+    text, ids = ask(task, item)
+    if item.name not in writer.done:
+      asked.append((text, ids))
+      numbers.append(seen[tuple(ids)])
+    seen[tuple(ids)] += protocol.samples if protocol.temperature else 1
   total, correct, done = len(rest) * protocol.samples, 0, 0
 
   def on_text(index: int, sample: int, piece: str, completion):
@@ -96,7 +103,8 @@ def _ask_the_rest(
       minutes = (time.perf_counter() - start) / 60
       say(f"{task.name}: {done}/{total} outputs, {correct} correct, {minutes:.1f} min")
 
-  generator.generate([ids for _, ids in asked], sampling, protocol.samples, on_text)
+  prompts = [ids for _, ids in asked]
+  generator.generate(prompts, sampling, protocol.samples, on_text, numbers)
   return time.perf_counter() - start
 
 

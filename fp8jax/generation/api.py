@@ -127,6 +127,7 @@ class Generator:
     sampling: Sampling,
     num_samples: int = 1,
     on_text: OnText | None = None,
+    numbers: Sequence[int] = (),
   ) -> list[list[Completion]]:
     """Completes every prompt so many times.
 
@@ -136,6 +137,7 @@ class Generator:
     Args:
       prompts: token ids, at least one each.
       on_text: is called with every piece of text as it becomes certain, a greedy copy in one.
+      numbers: of every prompt's first completion, where others have been drawn before.
 
     Returns:
       For every prompt its completions; see `not_finite`.
@@ -159,7 +161,8 @@ class Generator:
     for index, prompt in enumerate(map(tuple, prompts)):
       limit = min(sampling.max_new_tokens, self.max_length - len(prompt))
       for number in range(draws):
-        seed = row_seed(sampling.seed, prompt, seen[prompt])
+        own = numbers[index] + number if numbers else seen[prompt]
+        seed = row_seed(sampling.seed, prompt, own)
         seen[prompt] += 1
         requests.append(batching.Request(prompt, limit, seed, index, number))
         growing[index, number] = Growing(self.tokenizer.decode, texts, self.end_ids, ids, limit)

@@ -24,7 +24,7 @@ class Stoppable:
   generator: Generator
   stop: Callable[[], bool]
 
-  def generate(self, prompts, sampling: Sampling, num_samples: int = 1, on_text=None):
+  def generate(self, prompts, sampling: Sampling, num_samples: int = 1, on_text=None, numbers=()):
     """As Generator.generate."""
 
     def push(*of_text):
@@ -32,4 +32,4 @@ class Stoppable:
       if on_text is not None:
         on_text(*of_text)
 
-    return self.generator.generate(prompts, sampling, num_samples, push)
+    return self.generator.generate(prompts, sampling, num_samples, push, numbers)

@@ -25,14 +25,14 @@ class Coin:
     text = "2" if bit else "3"
     return Completion(tuple(range(5 + bit)), text, "length" if bit == 2 else "eos")
 
-  def generate(self, prompts, sampling, num_samples=1, on_text=None):
+  def generate(self, prompts, sampling, num_samples=1, on_text=None, numbers=()):
     assert isinstance(sampling, Sampling)
-    found = [[] for _ in prompts]
+    found, numbers = [[] for _ in prompts], numbers or [0] * len(prompts)
     for sample in range(num_samples):  # the samples of an item do not end together
       for index, prompt in enumerate(prompts):
         text = bytes(prompt).decode()
         self.asked.append((text, sample))
-        found[index].append(self.answer(text, sampling.seed, sample))
+        found[index].append(self.answer(text, sampling.seed, numbers[index] + sample))
         if on_text is not None:
           on_text(index, sample, "2", None)
           on_text(index, sample, "", found[index][-1])
@@ -127,6 +127,19 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_result(tmp_path):
   coin = Coin()
   _evaluate(tmp_path / "parts", _task(), coin)
   assert coin.asked == []
+
+
+def test_items_of_one_prompt_draw_their_own_also_where_one_is_answered(tmp_path):
+  task = _task(items=6)
+  items = [dataclasses.replace(one, question=f"{i % 2}?") for i, one in enumerate(task.items)]
+  task = dataclasses.replace(task, items=tuple(items))
+  whole = _evaluate(tmp_path / "whole", task, Coin())
+  with pytest.raises(KeyboardInterrupt):
+    _evaluate(tmp_path / "parts", task, Coin(dies_after=14))
+  found = _evaluate(tmp_path / "parts", task, coin := Coin())
+  assert len({text for text, _ in coin.asked}) == 2 and len(coin.asked) == 4 * 3
+  assert np.array_equal(found.scores_IJ, whole.scores_IJ)
+  assert not np.array_equal(whole.scores_IJ[0], whole.scores_IJ[4])
 
 
 def test_another_evaluation_in_the_folder_is_refused(tmp_path):

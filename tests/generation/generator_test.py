@@ -273,6 +273,7 @@ def test_samples_of_a_prompt_differ_and_those_of_a_seed_return(rng):
   assert len({c.tokens for own in first for c in own}) == 6
   assert first == generator.generate([prompt, prompt], SAMPLED, num_samples=3)
   assert first[0] == generator.generate([prompt], SAMPLED, num_samples=3)[0]
+  assert first[1] == generator.generate([prompt], SAMPLED, 3, None, [3])[0]
   other = dataclasses.replace(SAMPLED, seed=4)
   assert first[0][0] != generator.generate([prompt], other)[0][0]
 

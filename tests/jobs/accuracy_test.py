@@ -149,7 +149,7 @@ class Scripted:
   def release(self):
     self.params = None
 
-  def generate(self, prompts, sampling, num_samples=1, on_text=None):
+  def generate(self, prompts, sampling, num_samples=1, on_text=None, numbers=()):
     assert self.params is not None and sampling.temperature == 0
     right = next(self.script)
     texts = ["yes" if i < right else "no" for i in range(len(prompts))]
