@@ -72,13 +72,7 @@ def _ask_the_rest(
   rest = [item for item in task.items if item.name not in writer.done]
   if len(rest) < len(task.items):
     say(f"{task.name}: {len(task.items) - len(rest)} of {len(task.items)} items are answered")
-  if not rest:
-    return 0.0
   protocol, start = task.protocol, time.perf_counter()
-  sampling = Sampling(
-    temperature=protocol.temperature, top_p=protocol.top_p, stop=stop,
-    max_new_tokens=protocol.max_new_tokens, seed=seed,
-  )  # fmt: skip
   # An item draws the same whether others with its prompt are answered or not.
   asked, numbers, seen = [], [], collections.Counter()
   for item in task.items:
@@ -86,7 +80,18 @@ def _ask_the_rest(
     if item.name not in writer.done:
       asked.append((text, ids))
       numbers.append(seen[tuple(ids)])
+    elif (before := store.prompt_of(writer.done[item.name])) != text:
+      raise UserError(
+        f"{writer.path}: {item.name} was asked as {before!r}, and is now {text!r}; evaluate with "
+        "the same chat template, or into another workdir"
+      )
     seen[tuple(ids)] += protocol.samples if protocol.temperature else 1
+  if not rest:
+    return 0.0
+  sampling = Sampling(
+    temperature=protocol.temperature, top_p=protocol.top_p, stop=stop,
+    max_new_tokens=protocol.max_new_tokens, seed=seed,
+  )  # fmt: skip
   total, correct, done = len(rest) * protocol.samples, 0, 0
 
   def on_text(index: int, sample: int, piece: str, completion):
@@ -158,7 +163,7 @@ def compare(
         raise UserError(f"two runs have different definitions of {name!r}; evaluate one of them "
                         "again, with the same eval settings")  # fmt: skip
     for run, other in zip(candidates, baselines):
-      _check_asked_alike(name, run[name].settings, other[name].settings)
+      _check_asked_alike(name, run[name], other[name])
     arms = [
       np.stack([run[name].scores_IJ.mean(1) for run in runs]) for runs in (candidates, baselines)
     ]
@@ -168,10 +173,11 @@ def compare(
 
 # Settings that are the same in both runs of a pair. The weights and their precision are what is
 # compared; another seed draws other samples of the same kind.
-_ASKED = ("chat", "template", "tokenizer", "stop", "stop_tokens", "max_length")
+_ASKED = ("chat", "tokenizer", "stop", "stop_tokens", "max_length")
 
 
-def _check_asked_alike(task: str, mine: Mapping[str, Any], others: Mapping[str, Any]):
+def _check_asked_alike(task: str, run: store.Scores, other: store.Scores):
+  mine, others = run.settings, other.settings
   different = [k for k in _ASKED if mine.get(k) != others.get(k)]
   if different:
     key = different[0]
@@ -179,3 +185,9 @@ def _check_asked_alike(task: str, mine: Mapping[str, Any], others: Mapping[str, 
       f"two runs answered {task!r} with different settings: {key} is {mine.get(key)!r} and "
       f"{others.get(key)!r}; evaluate one of them again with the other's"
     )
+  for name, prompt, its in zip(run.items, run.prompts, other.prompts):
+    if prompt != its:
+      raise UserError(
+        f"two runs answered {task!r} with different prompts ({name}: {prompt!r} and {its!r}); "
+        "evaluate one of them again with the other's chat template"
+      )

@@ -63,6 +63,7 @@ class Scores:
     items: names, in the order of the rows.
     scores_IJ: 0 or 1, (items, samples).
     settings: what else decided the outputs: weights, precision, seed, ...
+    prompts: of every item.
   """
 
   task: str
@@ -71,6 +72,7 @@ class Scores:
   items: tuple[str, ...]
   scores_IJ: np.ndarray
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  prompts: tuple[str, ...] = ()
 
 
 class Writer:
@@ -145,11 +147,16 @@ def read_scores(folder: str) -> dict[str, Scores]:
     if len(done) == len(items):
       scores[definition["name"]] = Scores(
         definition["name"], definition["fingerprint"], definition["margin"], items,
-        _scores(done, items), definition["settings"],
+        _scores(done, items), definition["settings"], tuple(prompt_of(done[i]) for i in items),
       )  # fmt: skip
   if not scores:
     raise FileNotFoundError(f"{folder} holds no finished task; evaluate with --job=evaluate first")
   return scores
+
+
+def prompt_of(samples: Mapping[int, Mapping[str, Any]]) -> str:
+  """That of an item's rows, {sample: row}."""
+  return next(iter(samples.values()))["prompt"]
 
 
 def _scores(done: Mapping[str, dict[int, dict[str, Any]]], items: Sequence[str]) -> np.ndarray:
@@ -157,8 +164,8 @@ def _scores(done: Mapping[str, dict[int, dict[str, Any]]], items: Sequence[str])
   return np.array([[done[i][j]["correct"] for j in sorted(done[i])] for i in items], np.float64)
 
 
-def newest(workdir: str) -> str:
-  """The folder of a workdir's newest evaluation, by the time of its summary.
+def newest(workdir: str, other_than: str = "") -> str:
+  """The folder of a workdir's newest evaluation, by the time of its summary, but for one folder.
 
   Raises:
     FileNotFoundError: there is none.
@@ -167,9 +174,12 @@ def newest(workdir: str) -> str:
   names = os.listdir(root) if os.path.isdir(root) else []
   paths = [os.path.join(root, name, SUMMARY) for name in names]
   paths = [path for path in paths if os.path.exists(path)]
+  own = os.path.realpath(other_than) if other_than else ""
+  paths = [path for path in paths if os.path.dirname(os.path.realpath(path)) != own]
   if not paths:
     raise FileNotFoundError(
-      f"{root} holds no finished evaluation; run --job=evaluate with the same eval.tasks there"
+      f"{root} holds no finished evaluation{' but this one' * bool(own)}; run --job=evaluate with "
+      "the same eval.tasks there"
     )
   return os.path.dirname(max(paths, key=os.path.getmtime))
 

@@ -149,8 +149,19 @@ def without_thoughts(output: str, think_end: str) -> str:
 
 
 def normalized(question: str) -> str:
-  """Questions that differ in case, white space or Unicode form alone are one question."""
+  """Questions that differ in case, white space or Unicode form alone are one question; 2³ and 23
+  are too: a question too few is asked, rather than one that was trained."""
   return " ".join(unicodedata.normalize("NFKC", question).casefold().split())
+
+
+def plain(answer: str) -> str:
+  """A text without case, spelling of white space and width of letters; 2³ is not 23."""
+  forms = ("<wide>", "<narrow>")
+  one_width = (
+    unicodedata.normalize("NFKC", c) if unicodedata.decomposition(c).startswith(forms) else c
+    for c in unicodedata.normalize("NFC", answer)
+  )
+  return " ".join("".join(one_width).casefold().split())
 
 
 def check_items(items: Sequence[Item], source: str) -> tuple[Item, ...]:

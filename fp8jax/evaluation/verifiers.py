@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fp8jax import patterns
 from fp8jax.errors import UserError
 from fp8jax.evaluation import tasks
-from fp8jax.evaluation.tasks import Item, Verdict, final_answer, normalized
+from fp8jax.evaluation.tasks import Item, Verdict, final_answer
 
 EXACT, REGEX, MATH = "exact", "regex", "math-verify"
 NAMES = (MATH, EXACT, REGEX)
@@ -18,9 +18,9 @@ _CHOICE = re.compile(
 
 
 def exact(item: Item, output: str) -> Verdict:
-  """The final answer is the expected text, but for case, white space and decoration."""
+  """The final answer is the expected text, but for case, white space, width and decoration."""
   answer = final_answer(output)
-  is_same = normalized(answer) == normalized(tasks.bare(item.answer))
+  is_same = tasks.plain(answer) == tasks.plain(tasks.bare(item.answer))
   return Verdict(bool(answer) and is_same, answer)  # a gold of decoration alone is nobody's answer
 
 

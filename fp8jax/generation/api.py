@@ -152,7 +152,7 @@ class Generator:
     problems.extend(self._prompt_problems(prompts))
     problems.refuse()
     stop_ids = {s: self.tokenizer.special_id(s) for s in sampling.stop}
-    texts = [s for s, token in stop_ids.items() if token is None]
+    texts = [*sampling.stop]  # a special token's, too: others may spell it
     ids = frozenset(token for token in stop_ids.values() if token is not None)
     draws = 1 if sampling.temperature == 0 else num_samples
     growing: dict[tuple[int, int], Growing] = {}

@@ -145,7 +145,7 @@ def _summary(spec, settings, folder: str, done: list[run_lib.Evaluated]) -> dict
 
 def _compare(other: str, folder: str, tasks: Sequence[Task], console) -> dict[str, dict[str, Any]]:
   """Prints and returns this evaluation minus the other workdir's newest, by task."""
-  there = store.newest(other)
+  there = store.newest(other, folder)
   names = {task.name for task in tasks}
   mine = {k: v for k, v in store.read_scores(folder).items() if k in names}
   comparisons = run_lib.compare([mine], [store.read_scores(there)])

@@ -71,7 +71,8 @@ def test_outputs_end_at_the_texts_of_the_task_and_of_the_settings(tmp_path):
   _evaluate(tmp_path, task, Seen(), settings={"step": 4, "stop": ["b"]})
   assert stops == [("a", "b")]
   with pytest.raises(UserError, match=r"different settings: stop is \['b'\] and None"):
-    run._check_asked_alike("t", {"stop": ["b"]}, {})
+    asked = [store.Scores("t", "", 2.0, (), np.zeros(0), of) for of in ({"stop": ["b"]}, {})]
+    run._check_asked_alike("t", *asked)
 
 
 def test_outputs_and_verdicts_are_stored_and_summed_up(tmp_path):
@@ -140,6 +141,16 @@ def test_items_of_one_prompt_draw_their_own_also_where_one_is_answered(tmp_path)
   assert len({text for text, _ in coin.asked}) == 2 and len(coin.asked) == 4 * 3
   assert np.array_equal(found.scores_IJ, whole.scores_IJ)
   assert not np.array_equal(whole.scores_IJ[0], whole.scores_IJ[4])
+
+
+def test_answers_to_other_prompts_are_refused(tmp_path):
+  """As of another chat template in the tokenizer's folder."""
+  _evaluate(tmp_path, _task(), Coin())
+  ask = lambda task, item: ("<user>" + task.user_text(item), [1])  # noqa: E731
+  coin = Coin()
+  with pytest.raises(UserError, match="i0 was asked as '1 . 1, 0.*, and is now '<user>1"):
+    run.evaluate(_task(), coin, ask, str(tmp_path), {"step": 4}, 0, lambda line: None)
+  assert coin.asked == []
 
 
 def test_another_evaluation_in_the_folder_is_refused(tmp_path):
@@ -256,9 +267,9 @@ def test_arms_are_compared_by_seed_and_item(tmp_path):
   for place in (0, 1):  # of the pair that differs, with the pairs before and after alike
     later = list(arms["bf16"])
     one = later[place][name]
-    later[place] = {name: dataclasses.replace(one, settings={**one.settings, "template": "x"})}
+    later[place] = {name: dataclasses.replace(one, prompts=("?", *one.prompts[1:]))}
     for pair in ((arms["fp8"], later), (later, arms["fp8"])):
-      with pytest.raises(UserError, match="different settings: template is"):
+      with pytest.raises(UserError, match=r"different prompts \(i0: .*the other's chat template"):
         run.compare(*pair)
   with pytest.raises(UserError, match="not finished the task"):
     run.compare(arms["fp8"], [{}, {}])
