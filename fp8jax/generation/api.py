@@ -161,9 +161,8 @@ class Generator:
     for index, prompt in enumerate(map(tuple, prompts)):
       limit = min(sampling.max_new_tokens, self.max_length - len(prompt))
       for number in range(draws):
-        own = numbers[index] + number if numbers else seen[prompt]
-        seed = row_seed(sampling.seed, prompt, own)
-        seen[prompt] += 1
+        of = numbers[index] + number if numbers else seen[prompt]
+        seed, seen[prompt] = row_seed(sampling.seed, prompt, of), seen[prompt] + 1
         requests.append(batching.Request(prompt, limit, seed, index, number))
         growing[index, number] = Growing(self.tokenizer.decode, texts, self.end_ids, ids, limit)
 

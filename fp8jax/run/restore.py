@@ -293,9 +293,7 @@ def check_same_run(
         f"the data changed since step {step} (fingerprint {meta['data_fingerprint']} -> "
         f"{fingerprint}{bos})"
       )
-  reading, readers = meta["readers"], _stated(readers, meta["readers"])
-  if workers := changes.get(_WORKERS):  # each has a place of its own
-    reading, readers = ({**of, _WORKERS: n} for of, n in zip((reading, readers), workers))
+  reading, readers = _stated(readers, meta["readers"], changes)
   # Only a run on conversations reads it, and its data are others then.
   is_lost = _PLACE in changes and meta["data_fingerprint"] != fingerprint
   is_removed = any(key in REMOVED for key in refused)
@@ -325,11 +323,17 @@ def check_same_run(
 ORDER = "share of each process"
 
 
-def _stated(readers: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-  return {k: v for k, v in readers.items() if k in before or k != ORDER}
-
-
 _WORKERS = "data.workers"
+
+
+def _stated(readers: dict[str, Any], before: dict[str, Any], changes: Mapping[str, Any]):
+  """(readers then, now), as far as both state them; worker processes have a place each."""
+  now = {k: v for k, v in readers.items() if k in before or k != ORDER}
+  if workers := changes.get(_WORKERS):
+    return tuple({**of, _WORKERS: n} for of, n in zip((before, now), workers))
+  return before, now
+
+
 # The key that the saved place in the data counts by.
 _PLACE = "data.samples_per_step"
 

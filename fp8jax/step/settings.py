@@ -241,8 +241,8 @@ class Data:
     "long document do not fill whole batches; prepared sources are shuffled over the whole epoch, "
     "whatever the number. A block of every source is held in memory (12 bytes per token) and read "
     "again on resume. 0: in the order of the documents.", least=0, mapped=True)
-  workers: int = key(0, "worker processes per source; 0 tokenizes in threads",
-    least=0, affects=EXECUTION, mapped=True)
+  workers: int = key(0, "worker processes per source, in a resumed run as many as before; 0 "
+    "tokenizes in threads", least=0, affects=EXECUTION, mapped=True)
   prefetch: int = key(2, "batches held ready", least=0, affects=EXECUTION, mapped=True)
   chat_template: str = key("", "For conversations, supervised fine-tuning (source(chat=...)). A "
     ".jinja file; \"\" takes the chat template of the tokenizer's folder.")

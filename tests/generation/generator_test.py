@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import shutil
+import types
 
 import case_inputs
 import jax
@@ -308,6 +309,16 @@ def test_end_tokens_end_a_completion_and_are_left_out_of_its_text(rng):
   [[ended]] = generator.generate([prompt], SAMPLED)
   assert (ended.tokens, ended.finish_reason) == (cut, "eos")
   assert ended.text == bytes(cut[:-1]).decode("utf-8", "replace")
+
+
+def test_a_stop_that_is_a_token_ends_a_text_that_spells_it(rng):
+  generator, [prompt] = copy.copy(_generator()), _prompts(rng, (6,))
+  decode = generator.tokenizer.decode
+  generator.tokenizer = types.SimpleNamespace(decode=decode, special_id=lambda text: NEVER)
+  [[free]] = generator.generate([prompt], SAMPLED)
+  stop = free.text[4:6]
+  [[ended]] = generator.generate([prompt], dataclasses.replace(SAMPLED, stop=(stop,)))
+  assert (ended.text, ended.finish_reason) == (free.text[: free.text.index(stop)], "stop")
 
 
 @pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=4), SAMPLED], ids=["greedy", "drawn"])

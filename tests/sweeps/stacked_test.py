@@ -20,7 +20,7 @@ from fp8jax.ops import site_tree
 from fp8jax.report import files
 from fp8jax.run import metrics_writer, workdir
 from fp8jax.step import train_step
-from fp8jax.sweeps import outcome, spec, stacked
+from fp8jax.sweeps import file, outcome, spec, stacked
 from fp8jax.sweeps import run as sweep_run
 
 CONFIG = """
@@ -119,7 +119,7 @@ _GENTLE = (spec.Grid({"optim.peak_lr": (1e-3, 1e-2)}),)
 def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch, arm, more):
   """Losses, parameters' norm and held-out losses, with scales and random bits of its own trial."""
   sweep, trials = _trials(tmp_path, arm, **more)
-  monkeypatch.setattr(spec, "load", lambda *_: sweep)
+  monkeypatch.setattr(file, "load", lambda *_, **needs: sweep)
   arguments = ("s.py", ".", str(tmp_path / "out"), 0, "", False, True)
   assert sweep_run.run(*arguments) == 0
   table = json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"]
