@@ -266,6 +266,10 @@ class Comparison:
     return f"no verdict: about {self.items_needed:,} items would be needed, there are {self.items}"
 
 
+# Items that differ, below which a bootstrap says little.
+_FEW = 5
+
+
 def compare(
   candidate_RI: np.ndarray,
   baseline_RI: np.ndarray,
@@ -280,9 +284,9 @@ def compare(
   its own (Owen 2007, "The pigeonhole bootstrap"). It counts the noise of a single (seed, item)
   about three times, and so is cautious, unless the seeds differ by more than that noise explains:
   three seeds are few, and `by_seed` shows them. With one seed the items alone are drawn, and the
-  verdict is about two runs instead of two recipes. Where no item differs from another, which draws
-  cannot tell from a rare loss, the interval is that of Clopper and Pearson (1934) for no other
-  among so many items: 183 equal answers show parity within 2 points, 30 within 11.6.
+  verdict is about two runs instead of two recipes. Where fewer than five items differ, draws cannot
+  tell the rest from a rare loss. The interval then holds what Clopper and Pearson (1934) leave
+  unseen among so many items: 183 equal answers show parity within 2 points, 30 within 11.6.
 
   Args:
     candidate_RI, baseline_RI: scores from 0 to 1, the mean over an item's samples; row r of both
@@ -301,16 +305,16 @@ def compare(
   if margin <= 0:
     raise ValueError(f"a margin of {margin} points; expected a positive number")
   difference_RI = 100 * (candidate_RI - baseline_RI)
-  items_needed = _items_needed(difference_RI, margin)
-  if np.ptp(difference_RI) == 0:
-    tail, mean = (1 - CONFIDENCE) / 2 / count, float(difference_RI.mean())
+  items_needed, mean = _items_needed(difference_RI, margin), float(difference_RI.mean())
+  low, high = _quantiles(_two_level(difference_RI, resamples, seed), count)
+  if np.count_nonzero(np.any(difference_RI, 0)) < _FEW:
+    tail = (1 - CONFIDENCE) / 2 / count
     rare = 100 * (1 - tail ** (1 / difference_RI.shape[1]))
-    low, high = max(mean - rare, -100.0), min(mean + rare, 100.0)
-    items_needed = math.ceil(math.log(tail) / math.log1p(-min(margin, 99.9) / 100))
-  else:
-    low, high = _quantiles(_two_level(difference_RI, resamples, seed), count)
+    low, high = max(min(low, mean - rare), -100.0), min(max(high, mean + rare), 100.0)
+    least = math.ceil(math.log(tail) / math.log1p(-min(margin, 99.9) / 100))
+    items_needed = max(items_needed or 0, least)
   return Comparison(
-    difference=float(difference_RI.mean()),
+    difference=mean,
     low=low,
     high=high,
     margin=margin,

@@ -149,13 +149,20 @@ def test_equal_answers_exclude_what_a_rare_loss_would_have_shown(items, sees):
   assert (-same.low, same.high) == pytest.approx((sees, sees), rel=2e-4)
   assert same.verdict == ("parity" if items >= 183 else "no verdict")
   assert same.items_needed == 183
-  lost = statistics.compare(0 * ones, ones)
-  assert (lost.low, lost.high) == pytest.approx((-100, sees - 100), rel=1e-3)
-  # Questions that each lose 5 points pass for equal no oftener than the interval says.
+  # One item more or less, or a part of one, says no more.
+  for change in (-1.0, -1 / 8, 1 / 64):
+    one = ones.copy()
+    one[0, 0] += change
+    found = statistics.compare(one, ones, resamples=200)
+    assert found.low <= found.difference - sees * 0.999 or found.low == -100
+    low, high = found.difference - sees, found.difference + sees
+    assert found.verdict == ("parity" if low > -2 else "worse" if high < -2 else "no verdict")
+  # Questions that gain 3 points and lose 7 pass for equal no oftener than the interval says.
   rng, said = np.random.default_rng(0), 0
   for _ in range(200):
-    right = (rng.random((1, items)) >= 0.05).astype(float)
-    said += statistics.compare(right, ones, resamples=200).verdict == "parity"
+    drawn = rng.random((1, items))
+    one, other = (drawn >= 0.07).astype(float), (drawn < 0.97).astype(float)
+    said += statistics.compare(one, other, resamples=200).verdict == "parity"
   assert said <= 10
 
 

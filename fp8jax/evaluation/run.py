@@ -178,14 +178,17 @@ _ASKED = ("chat", "tokenizer", "stop", "stop_tokens", "max_length")
 
 def _check_asked_alike(task: str, run: store.Scores, other: store.Scores):
   mine, others = run.settings, other.settings
-  different = [k for k in _ASKED if mine.get(k) != others.get(k)]
+  has_prompts = bool(run.prompts and other.prompts)  # results collected before have none
+  keys = _ASKED if has_prompts else (*_ASKED, "template")
+  different = [k for k in keys if mine.get(k) != others.get(k)]
   if different:
     key = different[0]
     raise UserError(
       f"two runs answered {task!r} with different settings: {key} is {mine.get(key)!r} and "
       f"{others.get(key)!r}; evaluate one of them again with the other's"
     )
-  for name, prompt, its in zip(run.items, run.prompts, other.prompts):
+  of_items = zip(run.items, run.prompts, other.prompts, strict=True) if has_prompts else ()
+  for name, prompt, its in of_items:
     if prompt != its:
       raise UserError(
         f"two runs answered {task!r} with different prompts ({name}: {prompt!r} and {its!r}); "

@@ -161,7 +161,8 @@ def plain(answer: str) -> str:
     unicodedata.normalize("NFKC", c) if unicodedata.decomposition(c).startswith(forms) else c
     for c in unicodedata.normalize("NFC", answer)
   )
-  return " ".join("".join(one_width).casefold().split())
+  # Composed again: a narrow kana and its sound mark are two.
+  return " ".join(unicodedata.normalize("NFC", "".join(one_width)).casefold().split())
 
 
 def check_items(items: Sequence[Item], source: str) -> tuple[Item, ...]:

@@ -145,7 +145,7 @@ def client_inputs(x: np.ndarray, matrix: fp8_lib.Matrix, dtype: str = "float32")
     scale = np.where(first == 0, ml_dtypes.finfo(E4M3.dtype).eps.astype(np.float32), first) / whole
     codes = np.clip(blocks / scale, -E2M1.max, E2M1.max).astype(E2M1.dtype)
     return (codes.astype(np.float32) * scale).reshape(x.shape)
-  if quant.scale is Scale.F32:  # of a token, of blocks of one, or static
+  if quant.scale is Scale.F32 and (quant.tile[0] == 1 or matrix.input_scale is not None):
     is_integer, columns = quant.format.dtype == jnp.int8, x.shape[1]
     most = 2.0 ** (quant.format.bits - 1) - 0.5 if is_integer else quant.format.max
     size = quant.tile[1] or columns

@@ -38,7 +38,9 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
   generator, where = generator_lib.load(spec, workdir, has_digest=True)
   ask = asker(spec, generator.tokenizer, any(task.chat for task in tasks))
   settings = _settings(spec, where)
-  folder = _folder(spec, workdir, settings)
+  folder, other = _folder(spec, workdir, settings), spec.of(Tasks).compare_with
+  if other:  # before hours of questions
+    store.newest(other, folder)
   done = []
   for task in tasks:
     asked = {**settings, "chat": spec.of(Tasks).chat or task.chat}
@@ -48,8 +50,8 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
   summary = _summary(spec, settings, folder, done)
   title = f"{folder}: intervals over items"
   console.print(console_lib.table(title, report.COLUMNS, report.rows(done)))
-  if spec.of(Tasks).compare_with:
-    summary["comparison"] = _compare(spec.of(Tasks).compare_with, folder, tasks, console)
+  if other:
+    summary["comparison"] = _compare(other, folder, tasks, console)
   provenance.write_json(folder, store.SUMMARY, summary)
   kept = ("tasks", "comparison")
   bad = {one.task.name: one.summary["finish_reasons"].get(ERROR, 0) for one in done}

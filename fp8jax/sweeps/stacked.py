@@ -222,8 +222,8 @@ class _Group:
     trial, spec, state = self._members[i].trial, self._members[i].spec, self._states[i]
     losses = np.stack(self._losses)[:, i].tolist()
     rows, fingerprint = start.all_site_rows(spec), loader.fingerprint(spec.data)
-    more = {"shares": self._batches[spec.seed].shares, "trials_at_once": len(self._members)}
-    more["job"] = trial.job
+    more: dict[str, Any] = {"shares": self._batches[spec.seed].shares, "job": trial.job}
+    more["trials_at_once"] = len(self._members)
     start.describe(spec, trial.workdir, 0, _changes(spec), fingerprint, rows, **more)
     why = outcome_lib.ever_diverged(losses, stop_above)
     if bool(state.halted):

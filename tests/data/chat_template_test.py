@@ -169,12 +169,27 @@ def test_calls_that_a_template_writes_beside_null_alone_are_written():
   assert made[-1].text == GOLDEN["agents"]["deepseek_r1_distill_training"]["text"]
 
 
+@pytest.mark.parametrize("text", [
+  "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %};",
+  "{% if m.content or m.tool_calls %}A:{{ m.content }};{% endif %}",
+  "{% if not (m.content or m.tool_calls) %}{{ raise_exception('x') }}{% endif %}{{ m.content }};",
+])  # fmt: skip
+def test_a_turn_is_not_trained_without_one_of_its_calls(text):
+  """A template that writes the first call alone, that one was made, or that asks for one."""
+  user_of = "{% if m.role == 'user' %}{{ m.content }}{% else %}"
+  template = ChatTemplate("{% for m in messages %}" + user_of + text + "{% endif %}{% endfor %}")
+  call = lambda name: {"type": "function", "function": {"name": name, "arguments": {}}}  # noqa: E731
+  turn = {"role": "assistant", "content": "", "tool_calls": [call("one"), call("two")]}
+  with pytest.raises(UserError, match="does not write the assistant's call of '(one|two)'"):
+    encode.render(template, [user("q"), turn])
+
+
 @pytest.mark.parametrize("name, case", MARKED, ids=["-".join(case) for case in MARKED])
 def test_spans_of_all_turns_are_those_of_transformers(name, case):
   golden, given = RENDERED[name][case], GOLDEN["conversations"][case]
   if any(m.get("tool_calls") for m in given["messages"]) and "add" not in golden["text"]:
     # Transformers leaves the calls out. A model would learn to end its turn in their place.
-    with pytest.raises(UserError, match="does not write the assistant's tool calls"):
+    with pytest.raises(UserError, match="does not write the assistant's call of 'add'"):
       encode.render(_template(name), given["messages"], given["tools"])
     return
   (one,) = encode.render(_template(name), given["messages"], given["tools"])

@@ -167,6 +167,7 @@ def test_exact_regex_and_choice_verifiers():
   assert judged(verifiers.exact, "Blue  whale", "The answer is blue whale.")
   assert not judged(verifiers.exact, "12", "123")
   assert judged(verifiers.exact, "Caf\u00e9 12", "cafe\u0301 \uff11\uff12")
+  assert judged(verifiers.exact, "パリ", "ﾊﾟﾘ")
   for gold, output in (("10²", "102"), ("2³", "23"), ("½", "1⁄2"), ("x₁", "x1")):
     assert not judged(verifiers.exact, gold, output)
   assert judged(verifiers.regex, r"-?\d{3}", "#### -123")

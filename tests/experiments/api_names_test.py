@@ -4,6 +4,7 @@ Most of them run for minutes, and no default test starts them.
 """
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import json
@@ -12,6 +13,8 @@ import re
 import types
 
 import pytest
+
+import fp8jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDERS = ("experiments", "configs")
@@ -36,6 +39,10 @@ def problems(source: str) -> list[str]:
   tree, texts, bound = ast.parse(source), [], {}
   nodes = list(ast.walk(tree))
   for node in nodes:
+    for alias in node.names if isinstance(node, ast.Import) else ():
+      if alias.name.split(".")[0] == "fp8jax":
+        module = importlib.import_module(alias.name)
+        bound[alias.asname or "fp8jax"] = module if alias.asname else fp8jax
     if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fp8jax":
       module = importlib.import_module(str(node.module))
       for alias in node.names:
@@ -62,7 +69,8 @@ def problems(source: str) -> list[str]:
     if isinstance(node, ast.Attribute) and isinstance(of := value_of(node.value), types.ModuleType):
       if not hasattr(of, node.attr):
         texts.append(f"line {node.lineno}: {of.__name__} has no {node.attr}")
-    if isinstance(node, ast.Call) and inspect.isfunction(inspect.unwrap(f := value_of(node.func))):
+    f = value_of(node.func) if isinstance(node, ast.Call) else None
+    if inspect.isfunction(inspect.unwrap(f)) or dataclasses.is_dataclass(f):
       names = [k.arg for k in node.keywords]
       if None in names or any(isinstance(a, ast.Starred) for a in node.args):
         continue
@@ -92,6 +100,10 @@ def test_scripts_and_notebooks_name_what_is_there(folder):
   ("from fp8jax.optim.schedule import schedule\nschedule(1, step=2)",
    "line 2: schedule: got an unexpected keyword argument 'step'"),
   ("from fp8jax.optim import schedule as s\ns.schedule(*[1, 2])", None),
+  ("import fp8jax\nfp8jax.dots(1)", "line 2: fp8jax has no dots"),
+  ("import fp8jax.optim.schedule as s\ns.sch", "line 2: fp8jax.optim.schedule has no sch"),
+  ("from fp8jax import Quant\nQuant(1, nothing=1)",
+   "line 2: Quant: got an unexpected keyword argument 'nothing'"),
   ("from fp8jax.recipe.quant import WHOLE", None),
 ])  # fmt: skip
 def test_what_is_missing_is_named(line, text):

@@ -126,7 +126,7 @@ def render(
   made, size = [], 0
   for i in turns:
     made.append(_turn(template, messages[: i + 1], tools, is_special))
-    _check_calls(template, messages[: i + 1], tools)
+    _check_calls(template, messages[: i + 1], tools, is_special, made[-1])
     size += len(made[-1].text)
     if size > MOST_CHARACTERS:
       raise _too_long(f"{MOST_CHARACTERS:,} characters", turns[max(len(made) - 2, 0)] + 1)
@@ -138,13 +138,22 @@ def render(
   return [Rendered(whole.text, spans, ends, opening)]
 
 
-def _check_calls(template: ChatTemplate, messages, tools):
-  """Refuses a last turn whose tool calls are left out: its end alone would be trained."""
-  if messages[-1].get("tool_calls") and not template.writes_calls(messages, tools):
-    raise UserError(
-      "the chat template does not write the assistant's tool calls; set data.chat_template to one "
-      "that does, or give the message weight 0"
-    )
+def _check_calls(template: ChatTemplate, messages, tools, is_special, made: Rendered):
+  """Refuses a last turn that would be trained without one of its tool calls.
+
+  A call is written where another name gives another text.
+  """
+  trained = lambda one: [one.text[first:end] for first, end in one.spans]  # noqa: E731
+  for i, call in enumerate(calls := [*(messages[-1].get("tool_calls") or ())]):
+    of = call.get("function", call)
+    renamed = of | {"name": f"{of['name']}_"}
+    other = {**call, "function": renamed} if "function" in call else renamed
+    last = {**messages[-1], "tool_calls": [*calls[:i], other, *calls[i + 1 :]]}
+    if trained(_turn(template, [*messages[:-1], last], tools, is_special)) == trained(made):
+      raise UserError(
+        f"the chat template does not write the assistant's call of {of['name']!r}; set "
+        "data.chat_template to one that does, or give the message weight 0"
+      )
 
 
 def _too_long(most: str, messages: int) -> UserError:

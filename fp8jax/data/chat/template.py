@@ -124,20 +124,18 @@ class ChatTemplate:
       self._render, add_generation_prompt=add_generation_prompt, tools=tools, marks=marks
     )
     text = write(messages)
-    if not any(m.get("tool_calls") for m in messages) or _says_more(write, messages, text):
+    null = [
+      m | {"content": None} if m.get("tool_calls") and not (m.get("content") or "").strip() else m
+      for m in map(dict, messages)
+    ]
+    is_other = null != list(messages) and "none" in self._chosen(tools).lower()
+    if not is_other or _says_more(write, messages, text):
       return text
-    null = [m | {"content": m.get("content") or None} if m.get("tool_calls") else m
-            for m in map(dict, messages)]  # fmt: skip
     try:
       other = write(null)
     except UserError:
       return text
     return other if _says_more(write, null, other) else text
-
-  def writes_calls(self, messages, tools=None) -> bool:
-    """Whether the text of a conversation depends on the tool calls of its last message."""
-    own = lambda last: self.render([*messages[:-1], *last], tools=tools)  # noqa: E731
-    return _says_more(own, messages[-1:], own(messages[-1:]))
 
   def _render(self, messages, add_generation_prompt, tools, marks) -> str:
     try:
