@@ -579,10 +579,11 @@ def test_everything_runs_dry(tmp_path):
   names = {name for family in plan.families(is_dry=True) for name in family.lines}
   assert set(found) == names
   assert found["environment/versions"]["values"]["packages"]["jax"] == jax.__version__
-  needs_more = ("rival/", "run/")  # packages than are there
+  trained = ("run/", "train/")
+  needs_more = ("rival/", *trained)  # packages than are there
   wrong = {n: r for n, r in found.items() if r["status"] != "ok" and not n.startswith(needs_more)}
   assert not wrong
-  assert all("--wheels" in r["why"] for n, r in found.items() if n.startswith("run/"))
+  assert all("--wheels" in r["why"] for n, r in found.items() if n.startswith(trained))
   assert all(0.02 < e < layer.BUDGET for e in found["layer/block_128"]["values"]["errors"].values())
 
 
