@@ -72,7 +72,7 @@ class StepFn:
     return {}
 
   def __call__(self, state, *args, rate_scale=None):
-    """What `jitted` returns; rate_scale is a factor on the learning rate."""
+    """Takes a step; rate_scale is a factor on the learning rate."""
     return self.jitted(state, *args, **self.given(state, rate_scale))
 
   def _beside(self, state):

@@ -82,7 +82,7 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
     key = repr(sorted((k, v) for k, v in spec.flat.items() if k not in VARYING))
     if (o := spec.optim).decay_by == "schedule":  # one program has one schedule of the decay
       share = f"{o.min_lr / max(o.peak_lr, 1e-30):.6g}"
-      key += repr((o.schedule, o.warmup_steps, o.decay_steps, share))
+      key += repr((o.schedule, o.warmup_steps, o.decay_steps, o.peak_lr > 0, share))
     by_program[key].append(Member(trial, spec))
   problems.found = list(dict.fromkeys(problems.found))
   problems.refuse()

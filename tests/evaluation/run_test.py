@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -141,6 +142,25 @@ def test_items_of_one_prompt_draw_their_own_also_where_one_is_answered(tmp_path)
   assert len({text for text, _ in coin.asked}) == 2 and len(coin.asked) == 4 * 3
   assert np.array_equal(found.scores_IJ, whole.scores_IJ)
   assert not np.array_equal(whole.scores_IJ[0], whole.scores_IJ[4])
+
+
+def test_the_newest_other_evaluation_is_not_this_one(tmp_path):
+  for i, name in enumerate(("step_4", "step_4_bf16")):
+    (path := tmp_path / store.FOLDER / name / store.SUMMARY).parent.mkdir(parents=True)
+    path.write_text("{}")
+    os.utime(path, (i, i))
+  old, new = (str(tmp_path / store.FOLDER / name) for name in ("step_4", "step_4_bf16"))
+  assert store.newest(str(tmp_path)) == store.newest(str(tmp_path), old) == new
+  assert store.newest(str(tmp_path), new) == old
+  (tmp_path / store.FOLDER / "step_4" / store.SUMMARY).unlink()
+  with pytest.raises(FileNotFoundError, match="no finished evaluation but this one"):
+    store.newest(str(tmp_path), new)
+
+
+def test_results_without_prompts_are_compared_by_their_templates():
+  scores = [store.Scores("t", "", 2.0, ("a",), np.ones((1, 1)), {"template": x}) for x in "xy"]
+  with pytest.raises(UserError, match="different settings: template is 'x' and 'y'"):
+    run.compare([{"t": scores[0]}], [{"t": scores[1]}])
 
 
 def test_answers_to_other_prompts_are_refused(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import types
 
 import harness
 import jax
@@ -13,6 +14,7 @@ import pytest
 
 from fp8jax.config import identity
 from fp8jax.errors import ConfigError, UserError
+from fp8jax.jobs import resume
 from fp8jax.jobs import train as train_job
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe.library import RECIPES
@@ -103,6 +105,17 @@ def test_a_place_that_counts_other_steps_is_refused_whatever_is_accepted():
   assert f"{key} was 4 at step 3 and is 8 now, and the place in the data" in str(e.value)
   assert "seed was 0 at step 3 and is 1 now" in str(e.value) and "go on anyway" not in str(e.value)
   restore.check_same_run({key: (0, 8)}, meta, 3, "a", {}, (key,))  # of a run on documents
+
+
+@pytest.mark.parametrize("meta, own, change", [
+  ({}, "train", None), ({}, "rl", None), ({"search": {}}, "search", None),
+  ({"search": {}}, "train", ("search", "train")), ({}, "search", ("train", "search")),
+  ({"job": "rl"}, "train", ("rl", "train")),
+])  # fmt: skip
+def test_the_job_of_an_earlier_checkpoint_is_known_where_it_searched(meta, own, change):
+  saver = types.SimpleNamespace(_origin={"job": own, "config": {}})
+  changes = resume.Saver._changes(saver, {"config": {}, **meta})
+  assert changes == ({"job": change} if change else {})
 
 
 @pytest.mark.parametrize("workers, is_same", [((2, 2), True), ((2, 3), False), ((3, 1), False)])
