@@ -30,7 +30,7 @@ class Saver:
 
   def __init__(
     self, spec: train_spec.TrainSpec, workdir: str, fingerprint: str, now: run_state.RunState,
-    clock: goodput.Clock, contents: dict[str, str], job: str = "train",
+    clock: goodput.Clock, contents: dict[str, str], job: str,
   ):  # fmt: skip
     """Args: the configuration's spec, what a checkpoint remembers of the run, and sets, keys that
     are remembered by what their files hold, and the job that trains.
